@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,15 @@ def describe_costs(*scenarios: dict[str, Any]) -> str:
     return f"simulated: {'; '.join(dict.fromkeys(sources))}"
 
 
+def overload_sentence(reports: Sequence[Report]) -> str:
+    growths = (report.ttft_growth for report in reports)
+    by_row = ", ".join("-" if growth is None else f"{growth:.3g} s" for growth in growths)
+    return (
+        "overloaded: requests arrive faster than they are served; with every second of arrivals, "
+        f"the time to first token grows by {by_row}"
+    )
+
+
 def _lines(report: Report) -> list[str]:
     running = "" if report.mean_running is None else f", {report.mean_running:.1f} running"
     rate = "" if report.requests_per_s is None else f" ({report.requests_per_s:.3g}/s)"
@@ -149,6 +158,8 @@ def _lines(report: Report) -> list[str]:
         f"{report.output_tokens:,} output tokens ({report.output_tokens_per_s or 0:,.0f}/s), "
         f"{report.prefix_hit_tokens:,} of {report.prompt_tokens:,} prompt tokens from the cache",
     ]
+    if report.ttft_growth is not None:
+        lines.append(overload_sentence([report]))
     if report.speculation is not None and report.speculation.acceptance is not None:
         speculation = report.speculation
         lines.append(

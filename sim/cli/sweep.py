@@ -17,7 +17,7 @@ from cbatch.cli.console import TextConsole
 from cbatch.cli.output import is_file_path, print_line
 from cbatch.cli.settings import fields_of, flag_of, read_settings
 from cbatch.core.request.errors import FieldError, did_you_mean
-from sim.cli.display import describe_costs
+from sim.cli.display import describe_costs, overload_sentence
 from sim.cli.processes import num_processes, run_scenarios
 from sim.cli.scenario import Scenario, refuse_ignored
 from sim.cli.simulation import build
@@ -173,6 +173,8 @@ def _print(
         table.add_row(*variant.values.values(), *cells)
     console.print(table)
     refused = [len(report.refused) for report in reports]
+    if any(report.ttft_growth is not None for report in reports):
+        console.print(overload_sentence(reports), soft_wrap=True)
     if any(refused):
         console.print(f"refused, by row: {', '.join(map(str, refused))}")
 

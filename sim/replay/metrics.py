@@ -19,7 +19,16 @@ from cbatch.core.scheduler.sequence import Commit
 from sim.report.report import Objectives, Record
 from sim.workload.traces.request import TraceRequest
 
-_SERIES = ("ttft_s", "tpot_s", "e2e_s", "queue_s", "_gap_s", "_gap_chunks", "_gap_tokens")
+_SERIES = (
+    "arrival_s",
+    "ttft_s",
+    "tpot_s",
+    "e2e_s",
+    "queue_s",
+    "_gap_s",
+    "_gap_chunks",
+    "_gap_tokens",
+)
 _COUNTS = (  # fields that `total` adds up; it concatenates those of `_SERIES`
     "num_finished",
     "num_good",
@@ -66,11 +75,12 @@ class MetricsRecorder:
         self._steady: np.ndarray | None = None
         self._steady_s = 0.0
         self.ttft_s, self.tpot_s, self.e2e_s, self.queue_s = (array("d") for _ in range(4))
+        self.arrival_s = array("d")  # of finished requests
         self._gap_s, self._gap_chunks, self._gap_tokens = array("d"), array("q"), array("q")
         self.num_finished = self.num_good = self.num_cut = 0  # good: all objectives met
         self.prompt_tokens = self.hit_tokens = self.output_tokens = 0  # of finished requests
         self.row_steps = 0  # rows that emitted, over all steps
-        self.running_s = 0.0  # sum over all steps of rows times duration
+        self.running_s = 0.0  # time that requests held a slot, of all together
         self.end_s = 0.0
 
     @classmethod
@@ -109,7 +119,7 @@ class MetricsRecorder:
             else:
                 opened.preemptions += 1
 
-    def committed(self, plan: StepPlan, commit: Commit, started_s: float, end_s: float) -> None:
+    def committed(self, plan: StepPlan, commit: Commit, end_s: float) -> None:
         counts = commit.counts.tolist()
         rows = len(counts)
         one_each = (
@@ -117,7 +127,6 @@ class MetricsRecorder:
             and counts.count(1) == rows
             and not any(plan.num_drafts.tolist())
         )
-        self.running_s += rows * (end_s - started_s)
         if not one_each:
             self._settle()
             self._rows(plan.slots, counts, end_s)
@@ -138,6 +147,7 @@ class MetricsRecorder:
         assert opened.queue_s is not None
         ttft_s, e2e_s = opened.first_s - request.arrival_s, now_s - request.arrival_s
         tpot_s = (now_s - opened.first_s) / (num_tokens - 1) if num_tokens > 1 else None
+        self.arrival_s.append(request.arrival_s)
         self.ttft_s.append(ttft_s)
         self.e2e_s.append(e2e_s)
         self.queue_s.append(opened.queue_s)

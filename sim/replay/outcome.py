@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from sim.replay.intake import Intake
 from sim.replay.metrics import MetricsRecorder
 from sim.report.report import Goodput, Objectives, Replica, Report, SpeculationReport, Spread
+
+MIN_REQUESTS = 20  # finished requests without which overload is not judged
+PILED_UP = 0.1  # share of the requests that are open at the last arrival in an overloaded run
 
 
 class Served(NamedTuple):
@@ -56,6 +60,7 @@ def report_of(
         queue_s=Spread.of(np.asarray(recorder.queue_s)),
         goodput=_goodput(recorder, objectives, intake.num_arrived, rate(recorder.num_good)),
         speculation=_speculation(served, recorder),
+        ttft_growth=_ttft_growth(recorder),
         steps=sum(s.steps for s in stats),
         mean_running=rate(recorder.running_s),
         preemptions=sum(s.preemptions for s in stats),
@@ -78,6 +83,20 @@ def _replica(served: Served, mean_running: float | None) -> Replica:
         preemptions=stats.preemptions,
         prefix_hit_tokens=stats.prefix_hit_tokens,
     )
+
+
+def _ttft_growth(recorder: MetricsRecorder) -> float | None:
+    """Return the slope of TTFT over arrivals, None if the run is not overloaded. It is if requests
+    pile up until the last arrival, by more than chance, and TTFT more than doubles."""
+    arrival_s, ttft_s = np.asarray(recorder.arrival_s), np.asarray(recorder.ttft_s)
+    count, span_s = len(arrival_s), float(np.ptp(arrival_s)) if len(arrival_s) else 0.0
+    open_at_end = np.count_nonzero(
+        arrival_s + np.asarray(recorder.e2e_s) > arrival_s.max(initial=0)
+    )
+    if count < MIN_REQUESTS or open_at_end <= max(PILED_UP * count, 3 * math.sqrt(count)):
+        return None
+    slope = float(np.polyfit(arrival_s, ttft_s, 1)[0]) if span_s > 0 else 0.0
+    return slope if slope * span_s > ttft_s.mean() else None
 
 
 def _goodput(

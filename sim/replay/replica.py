@@ -55,6 +55,7 @@ class ReplayedEngine:
         self._executor, self._observers = executor, observers
         self._step: tuple[StepPlan, StepResult, float] | None = None  # plan, result, start time
         self._ended_s = 0.0  # end of the last step
+        self._num_running = 0  # since then, or since the present step began
         self.num_steps = 0  # finished steps
 
     @property
@@ -66,6 +67,8 @@ class ReplayedEngine:
         plan = self.scheduler.schedule(now_s)
         if plan is None:
             return None
+        self.recorder.running_s += self._num_running * (now_s - self._ended_s)
+        self._num_running = self.scheduler.num_running
         if now_s > self._ended_s:
             self._executor.idle(now_s - self._ended_s)
         result = self._executor.run(plan)
@@ -78,7 +81,9 @@ class ReplayedEngine:
         assert self._step is not None
         (plan, result, started_s), self._step = self._step, None
         self.num_steps += 1
+        self.recorder.running_s += self._num_running * (now_s - started_s)
         commit = self.scheduler.update_from_output(result, now_s)
+        self._num_running = self.scheduler.num_running
         for observer in self._observers:
             observer.step(TimelineStep(started_s, now_s, plan, result, commit, self.scheduler))
         return EndedStep(started_s, now_s, plan, commit)
@@ -86,10 +91,10 @@ class ReplayedEngine:
     def record_step(self, step: EndedStep, now_s: float) -> list[TraceRequest]:
         """Record that the step's tokens reached the client at `now_s`. Return the requests that
         ended with the step."""
-        recorder, later_s = self.recorder, now_s - step.ended_s
+        recorder = self.recorder
         if step.plan.deltas.new_sequences:
             recorder.planned(step.plan, step.started_s)
-        recorder.committed(step.plan, step.commit, step.started_s + later_s, now_s)
+        recorder.committed(step.plan, step.commit, now_s)
         finished = recorder.finished
         return [finished(e.request_id, len(e.output), now_s) for e in step.commit.finished]
 

@@ -8,7 +8,7 @@ the next replica in turn.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Protocol
@@ -19,10 +19,11 @@ from cbatch.core.request.errors import FieldError
 
 BLOCK_TOKENS = 64  # tokens per block of remembered prefixes
 MAX_PREFIXES = 2**18  # limit of remembered prefixes; the least recently used are dropped first
-# A replica that knows the prefix is skipped if its open requests exceed those of the least loaded
-# replica by more than both limits: a number, and a share of the least loaded replica's.
+# A prefix does not count on a replica whose open requests exceed the fewest by more than both
+# limits: a number, and a share of the fewest.
 MAX_EXCESS_REQUESTS = 8
 MAX_EXCESS_SHARE = 0.5
+MIN_SHARE = 0.25  # share of the prompt, above which a prefix alone decides
 
 
 class ReplicaLoad:
@@ -72,23 +73,27 @@ class LeastLoaded:
 
 
 class PrefixAffine:
-    """Choose the replica that was sent the longest prefix of the prompt, in whole blocks. Choose
-    the least loaded replica if that one has many more open requests, or if no replica was sent a
-    prefix."""
+    """Choose the replica that was sent the longest prefix of the prompt, in whole blocks. If it is
+    only a small part of the prompt, such as a system prompt of all requests, it is weighed against
+    the load: the replica with the fewest prompt tokens, without those of the prefix, is chosen."""
 
     def __init__(self) -> None:
         self._next = 0
         self._sent: OrderedDict[bytes, int] = OrderedDict()  # by prefix: a bit mask of replicas
 
     def route(self, prompt: np.ndarray, load: ReplicaLoad) -> int:
-        prefixes = _prefixes(prompt)
-        chosen = _least_loaded(load, self._next)
-        least = load.requests[chosen]
-        longest = 0
-        for replica, length in enumerate(self._known(prefixes, len(load.requests))):
-            excess = load.requests[replica] - least
-            if length > longest and excess <= max(MAX_EXCESS_REQUESTS, MAX_EXCESS_SHARE * least):
-                chosen, longest = replica, length
+        prefixes, least = _prefixes(prompt), min(load.requests)
+        limit = least + max(MAX_EXCESS_REQUESTS, MAX_EXCESS_SHARE * least)
+        known = [
+            length if load.requests[replica] <= limit else 0
+            for replica, length in enumerate(self._known(prefixes, len(load.requests)))
+        ]
+        chosen = known.index(max(known))
+        if known[chosen] <= MIN_SHARE * len(prefixes):
+            in_turn = _in_turn(len(known), self._next)
+            saved = [BLOCK_TOKENS * length for length in known]
+            work = [each - less for each, less in zip(load.prompt_tokens, saved, strict=True)]
+            chosen = min(in_turn, key=lambda i: (work[i], load.requests[i]))
         self._next = chosen + 1
         self._remember(prefixes, chosen)
         return chosen
@@ -127,9 +132,12 @@ def make_router(name: str) -> Router:
 
 def _least_loaded(load: ReplicaLoad, first: int) -> int:
     """Return the least loaded replica; ties go to the first in turn, counted from `first`."""
-    count = len(load.requests)
-    in_turn = ((first + i) % count for i in range(count))
+    in_turn = _in_turn(len(load.requests), first)
     return min(in_turn, key=lambda i: (load.requests[i], load.prompt_tokens[i]))
+
+
+def _in_turn(count: int, first: int) -> Iterator[int]:
+    return ((first + i) % count for i in range(count))
 
 
 def _prefixes(prompt: np.ndarray) -> list[bytes]:

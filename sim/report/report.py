@@ -169,10 +169,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     goodput: Goodput | None
     speculation: SpeculationReport | None
     steps: int | None
-    mean_running: float | None  # mean number of running requests over time
+    mean_running: float | None  # mean number of requests with a slot, over `duration_s`
     preemptions: int | None
     prefix_hit_tokens: int | None
     replicas: tuple[Replica, ...] | None = None  # None: there was only one
+    # Seconds by which TTFT grows per second of arrivals, in an overloaded simulation.
+    ttft_growth: float | None = None
     schema: str = SCHEMA
     version: int = VERSION
 

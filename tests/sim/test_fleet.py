@@ -120,6 +120,17 @@ def test_prefix_affine_finds_more_in_the_cache() -> None:
     assert most_requests["prefix-affine"] < 60, "and yet all replicas had work"
 
 
+def test_a_short_prefix_of_all_prompts_does_not_gather_them() -> None:
+    """All prompts share one block of twenty, as in Mooncake's traces."""
+    load, router = ReplicaLoad(3), PrefixAffine()
+    for number in range(9):
+        ids = prompt(1, *range(100 * number + 10, 100 * number + 29))
+        load.add(router.route(ids, load), len(ids))
+    assert load.requests == [3, 3, 3]
+    own = prompt(1, *range(10, 29), 7)
+    assert router.route(own, load) == 0, "but the next turn of the first one finds its blocks"
+
+
 # -- routers alone
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from cbatch.cli.model_service import require_record
+from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Added, Cancelled, Configured
 from cbatch.steplog import recorder
@@ -131,3 +133,39 @@ def test_time_goes_on_after_the_machine_was_started_again() -> None:
     still_open = [configured, Added(a, 100.0), configured, Added(b, 102.0)]
     (one,) = recorded_requests(still_open)
     assert one.arrival_s == 100.0 and not one.ended
+
+
+def test_a_second_recorder_of_one_file_is_refused(tmp_path: Path) -> None:
+    """Their events would be mixed. The lock ends with its process, however that ends."""
+    path = tmp_path / "log"
+    with StepRecorder(path):
+        with pytest.raises(StepLogError, match="another engine is recording"):
+            StepRecorder(path)
+        with pytest.raises(FieldError, match="record: .*another engine is recording"):
+            require_record(str(path))
+    run_world(path, "a")
+    code = f"from cbatch.steplog import recorder; recorder.StepRecorder({str(path)!r})\n"
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"{code}print('open', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == b"open\n"
+        with pytest.raises(StepLogError, match="another engine is recording"):
+            StepRecorder(path)
+        other.kill()
+    run_world(path, "b")
+    log = read_step_log(path)
+    assert log.warning is None and len(list(engines_of(log.events))) == 2
+
+
+def test_a_file_system_without_locks_is_recorded_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    run_world(tmp_path / "log", "a")
+    assert len(list(engines_of(read_step_log(tmp_path / "log").events))) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from itertools import count, groupby
+from itertools import chain, count, groupby, pairwise
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,25 +15,28 @@ from sim.workload.arrivals import require_positive
 from sim.workload.lengths import MAX_TOKENS
 from sim.workload.traces.request import TraceRequest
 
+MIN_GAP = 0.99  # of the bins of `spread`
+
 
 def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterator[TraceRequest]:
-    """Spread timestamps that were rounded down to multiples of `bin_s` (3 s in Mooncake). Each
-    request moves to a uniformly random time in its bin; the order stays. Raises `FieldError` if two
-    timestamps are less than `bin_s` apart."""
+    """Spread timestamps that were rounded down to multiples of `bin_s` (3 s in Mooncake, whose
+    timestamps are 2.999 s apart at least). Each request moves to a uniformly random time before the
+    next timestamp, within `bin_s`; the order stays. Raises `FieldError` if two timestamps are less
+    than `MIN_GAP` of `bin_s` apart."""
     require_positive("spread", bin_s)
     rng = np.random.default_rng(seed)
-    last_s = -math.inf
-    for timestamp_s, group in groupby(requests, key=lambda request: request.arrival_s):
-        if timestamp_s - last_s < bin_s * (1 - 1e-9):
+    groups = (list(group) for _, group in groupby(requests, key=lambda each: each.arrival_s))
+    for group, later in pairwise(chain(groups, [None])):
+        timestamp_s = group[0].arrival_s
+        gap_s = math.inf if later is None else later[0].arrival_s - timestamp_s
+        if gap_s < bin_s * MIN_GAP:
             raise FieldError(
                 "--spread",
-                f"timestamps are {timestamp_s - last_s:.6g} s apart, at {timestamp_s:.6g} s",
+                f"timestamps are {gap_s:.6g} s apart, at {timestamp_s:.6g} s",
                 "the trace is rounded to less than that: give fewer seconds",
             )
-        last_s = timestamp_s
-        simultaneous = list(group)
-        offsets_s = np.sort(rng.random(len(simultaneous))) * bin_s
-        for request, offset_s in zip(simultaneous, offsets_s.tolist(), strict=True):
+        offsets_s = np.sort(rng.random(len(group))) * min(bin_s, gap_s)
+        for request, offset_s in zip(group, offsets_s.tolist(), strict=True):
             yield replace(request, arrival_s=timestamp_s + offset_s)
 
 
