@@ -19,7 +19,7 @@ from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, text_ids
 from cbatch.server.protocol.texts import detokenize, tokenize
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.text.output_processor import token_ids
-from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerPool
+from cbatch.workers import NoWorkerError, TaskLimits, WorkerDiedError, WorkerPool
 
 SHORT_BYTES = 10_000  # a longer text is tokenized in a worker, by a slow task
 QUICK_CPU_S = 0.25  # processor time after which a quick task is started again as a slow task
@@ -91,8 +91,8 @@ class PromptReader:
                 self._slow.release()
         except WorkerDiedError as error:
             raise self._limit_error(field, error) from error
-        except PoolClosedError as error:
-            raise ServiceDownError("the server is stopping") from error
+        except NoWorkerError as error:
+            raise ServiceDownError(str(error), 1) from error
 
     async def _acquire_slow(self) -> None:
         try:

@@ -34,7 +34,7 @@ from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.prompts import PromptReader, WorkerState
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import Seeds, require_supported
-from cbatch.workers import PoolClosedError, WorkerPool
+from cbatch.workers import NoWorkerError, WorkerPool
 
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
@@ -289,8 +289,8 @@ class EngineService:
             )
         except GrammarsBusyError as error:
             raise self.queue.overloaded("grammars", str(error)) from error
-        except PoolClosedError as error:
-            raise ServiceDownError(_STOPPING) from error
+        except NoWorkerError as error:
+            raise ServiceDownError(str(error), 1) from error
         params = structs.replace(params, structured_outputs=grammar.spec)
         return structs.replace(request, params=params, compile_s=grammar.compile_s)
 
