@@ -26,7 +26,8 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def two_tasks(workers: WorkerPool) -> None:
     """Run two tasks at once, of which the second needs a new worker."""
-    assert await asyncio.gather(*(workers.run(nap, SLOW_MACHINE) for _ in range(2))) == ["slept"] * 2
+    answers = await asyncio.gather(*(workers.run(nap, SLOW_MACHINE) for _ in range(2)))
+    assert answers == ["slept"] * 2
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
