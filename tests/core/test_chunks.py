@@ -217,7 +217,7 @@ def test_the_target_of_one_request_changes_the_chunks_of_no_other_target(hostile
             own = {"itl_target_s": hostile_s}
             world.add(make_request("stream of another", 8, max_tokens=60, **own))
             read_prompts(world, 600)
-            steps_until(world, lambda: "stream of another" in world.finished)
+            steps_until(world, lambda finished=world.finished: "stream of another" in finished)
         tokens, _ = read_prompts(world, PROMPT_TOKENS)
         typical.append(np.median(tokens))
     assert typical[1] >= 0.8 * typical[0] > 10

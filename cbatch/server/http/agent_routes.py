@@ -13,6 +13,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.handler import AnyRequest, AnyResponse, CompletionHandler, Parse
 from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
+from cbatch.server.protocol.deadline import ending_at
 from cbatch.server.protocol.response_store import KeyResponses, ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.server.protocol.translation import renamed
@@ -32,12 +33,15 @@ def agent_routes(
         return store.of(record_of(request).key)
 
     def parse_of(request: AnyRequest) -> Parse:
-        return partial(parse_responses, responses=responses_of(request))
+        hold = record_of(request).memory.hold
+        return partial(parse_responses, responses=responses_of(request), hold=hold)
 
     async def count(request: AnyRequest, parse: Parse, kind: type[BlockBuilder]) -> int:
-        (prompt,) = (await completions.read(request, parse)).prompts
+        api_request, deadline = await completions.read(request, parse)
+        (prompt,) = api_request.prompts
         try:
-            return len(await prompts.ids(prompt))
+            async with ending_at(deadline):
+                return len(await prompts.ids(prompt, record_of(request).memory.owner))
         except FieldError as error:
             raise renamed(error, kind.field_names) from error
 
@@ -53,6 +57,7 @@ def agent_routes(
     @get("/v1/responses/{response_id:str}")
     async def stored(request: AnyRequest) -> HttpResponse[bytes]:
         body = responses_of(request).body(request.path_params["response_id"])
+        record_of(request).memory.hold(len(body))
         return HttpResponse(body, media_type=MediaType.JSON)
 
     @delete("/v1/responses/{response_id:str}", status_code=200)

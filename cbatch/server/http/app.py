@@ -19,10 +19,11 @@ from cbatch.server.http.handler import CompletionHandler, json_response
 from cbatch.server.http.intake import BodyIntake
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
-from cbatch.server.http.middleware import METRICS_PATH, RequestMiddleware
+from cbatch.server.http.middleware import METRICS_PATH, RequestMiddleware, record_of
 from cbatch.server.http.pages import page_routes
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.openapi import document
+from cbatch.server.serving.call_memory import MemoryBudget
 from cbatch.server.serving.live_feed import LiveFeed
 from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.prompts import PromptReader
@@ -52,7 +53,7 @@ def create_app(
     replicas. `span_exporter` gets traces."""
     metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
-    intake = BodyIntake(limits, service.queue.overloaded)
+    intake = BodyIntake(limits)
     prompts = service.open(model)
     tracer = None if span_exporter is None else RequestTracer(span_exporter, model.name, service)
     completions = CompletionHandler(service, model, intake)
@@ -79,7 +80,13 @@ def create_app(
         logging_config=None,  # the program that runs the server configures logs
     )
     return RequestMiddleware(
-        app, keys, metrics, open_metrics=open_metrics, cors_origins=cors_origins, tracer=tracer
+        app,
+        keys,
+        metrics,
+        MemoryBudget(limits.max_held_bytes, service.queue.overloaded),
+        open_metrics=open_metrics,
+        cors_origins=cors_origins,
+        tracer=tracer,
     )
 
 
@@ -87,10 +94,10 @@ def _model_routes(
     model: ServedModel, intake: BodyIntake, prompts: PromptReader
 ) -> list[HTTPRouteHandler]:
     async def in_worker(
-        request: Request[Any, Any, Any], task: Callable[[bytes], Awaitable[bytes]]
+        request: Request[Any, Any, Any], task: Callable[[bytes, str | None], Awaitable[bytes]]
     ) -> HttpResponse[bytes]:
-        async with intake.body(request) as body:
-            return HttpResponse(await task(body), media_type=MediaType.JSON)
+        content = await task(await intake.body(request), record_of(request).memory.owner)
+        return HttpResponse(content, media_type=MediaType.JSON)
 
     @get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -20,6 +20,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.errors import ClientGoneError, error_body, internal_error_body
 from cbatch.server.http.intake import BodyIntake
 from cbatch.server.http.middleware import record_of
+from cbatch.server.protocol.deadline import Deadline, ending_at
 from cbatch.server.protocol.errors import GenerationError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
@@ -67,16 +68,16 @@ class CompletionHandler:
         record = record_of(request)
         record.generates = True
         try:
-            self._service.queue.require_room()
-            api_request = await self.read(request, parse)
+            self._service.queue.require_room(owner=record.memory.owner)
+            api_request, deadline = await self.read(request, parse)
             record.id = f"{builder_type.id_prefix}{record.request_id}"
             record.streamed = api_request.fields.stream
             api_request = structs.replace(
                 api_request,
                 id=record.id,
-                timeout_s=deadline_s(request, api_request.fields.timeout),
+                deadline=deadline,
                 itl_target_s=header_s(request, ITL_TARGET_HEADER),
-                key=record.key,
+                owner=record.memory.owner,
             )
             try:
                 return await self._respond(request, builder_type(api_request, self._model, record))
@@ -86,12 +87,23 @@ class CompletionHandler:
             record.fail(error)
             raise
 
-    async def read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
-        """Return the parsed body. Raises what `parse` and the intake raise."""
-        async with self._intake.body(request) as body:
+    async def read(self, request: AnyRequest, parse: Parse) -> tuple[ApiRequest, Deadline | None]:
+        """Return the parsed body and the deadline. Raises what `parse` and the intake raise, and
+        `DeadlineError`."""
+        async with ending_at(self._deadline(request, None)):
+            body = await self._intake.body(request)
             if len(body) > LONG_BODY_BYTES or CONTINUATION_FIELD in body:
-                return await asyncio.to_thread(parse, body, self._model)
-            return parse(body, self._model)
+                api_request = await asyncio.to_thread(parse, body, self._model)
+            else:
+                api_request = parse(body, self._model)
+        record_of(request).memory.hold(api_request.num_bytes)
+        return api_request, self._deadline(request, api_request.fields.timeout)
+
+    def _deadline(self, request: AnyRequest, timeout_s: float | None) -> Deadline | None:
+        """Return the call's deadline, by the limits of the client, its gateway and the server."""
+        limits_s = (timeout_s, header_s(request, DEADLINE_HEADER))
+        client_s = min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+        return Deadline.of(record_of(request).began_s, client_s, self._service.limits.timeout_s)
 
     async def _respond(self, request: AnyRequest, builder: ResponseBuilder[Any]) -> AnyResponse:
         ignored, headers = builder.api_request.ignored[:16], {}
@@ -112,6 +124,7 @@ class CompletionHandler:
             stack.callback(opened.close)
             builder.open(opened)
             opened_requests.append(opened)
+        builder.record.memory.hold(builder.api_request.kept_bytes)
         return opened_requests
 
     async def _gather(self, builder: ResponseBuilder[Any]) -> None:
@@ -164,12 +177,6 @@ async def or_disconnect(request: AnyRequest, work: Awaitable[T]) -> T:
 async def _disconnected(request: AnyRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def deadline_s(request: AnyRequest, timeout_s: float | None) -> float | None:
-    """Return the shorter limit of the client and its gateway, in seconds. Raises `FieldError`."""
-    limits_s = (timeout_s, header_s(request, DEADLINE_HEADER))
-    return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
 
 
 def header_s(request: AnyRequest, name: str) -> float | None:

@@ -23,7 +23,7 @@ MIN_READ_BYTES = 2**14  # response bytes that a client must read in `request_tim
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of connections. Raises `FieldError`. A request's head may take `request_timeout_s`,
     and its body the same time again. A client must read `MIN_READ_BYTES` of a response within
-    `request_timeout_s`. All bodies that are being read share `max_reading_bytes`."""
+    `request_timeout_s`. What all open calls hold is at most about `max_held_bytes`."""
 
     max_connections: Annotated[
         int | None,
@@ -42,7 +42,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         ),
     ] = 30.0
     max_body_bytes: int = 8 * 2**20
-    max_reading_bytes: int = 64 * 2**20
+    max_held_bytes: int = 128 * 2**20
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):

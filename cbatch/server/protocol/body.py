@@ -17,6 +17,8 @@ from cbatch.core.request.typed import converted, require_text
 
 # Limit of lists and objects in a body: millions would hold the interpreter lock for a second.
 MAX_CONTAINERS = 250_000
+MAX_MEMBERS = 4096  # of the body's object
+MAX_IGNORED = 64  # names of unknown members to report, of which a body may have many
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
@@ -36,6 +38,8 @@ def decode_object(body: bytes, limit: int = MAX_CONTAINERS) -> dict[str, Any]:
         raise FieldError("body", "is nested too deeply", "send a plain JSON object") from error
     if not isinstance(record, dict):
         raise FieldError("body", "is not a JSON object", 'send {"prompt": ...}')
+    if len(record) > MAX_MEMBERS:
+        raise FieldError("body", f"has {len(record)} members", f"send <= {MAX_MEMBERS} of them")
     return {name: value for name, value in record.items() if value is not None}
 
 

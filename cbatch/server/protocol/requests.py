@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from itertools import chain, islice
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -20,7 +21,13 @@ from cbatch.core.request.request import (
 )
 from cbatch.core.request.typed import converted
 from cbatch.engine.unsupported import without_neutral_fields
-from cbatch.server.protocol.body import decode_object, take_fields, unknown_members
+from cbatch.server.protocol.body import (
+    MAX_IGNORED,
+    decode_object,
+    take_fields,
+    unknown_members,
+)
+from cbatch.server.protocol.deadline import Deadline
 from cbatch.server.protocol.model import ServedModel
 from cbatch.text.forced_tools import (
     ForcedCall,
@@ -44,21 +51,28 @@ Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Fields = TypeVar("Fields", bound="RequestFields")
 
 
-class PendingPrompt(NamedTuple):
-    """A prompt that is tokenized only after its place in the queue is reserved. `num_bytes` is a
-    rough upper bound of its tokens. `task` runs in a worker and returns the token ids; `field` is
-    the field that errors name. `constrain` adds the grammar of the text around a structured output
-    to the parameters, by the ids."""
+class PendingPrompt(msgspec.Struct):
+    """A prompt that is tokenized only after its place in the queue is reserved. `num_bytes` is its
+    size, and a rough upper bound of its tokens. `task` runs in a worker and returns the token ids;
+    `field` is the field that errors name. `constrain` adds the grammar of the text around a
+    structured output to the parameters, by the ids."""
 
     num_bytes: int
     model: ServedModel
-    task: Callable[[ServedModel], tuple[int, ...]]
+    task: Callable[[ServedModel], tuple[int, ...]] | None
     field: str = "prompt"
     constrain: Callable[[SamplingParams, Sequence[int]], SamplingParams] | None = None
 
     def make(self) -> tuple[int, ...]:
         """Run the task in this process."""
+        assert self.task is not None
         return self.task(self.model)
+
+    def take(self) -> Callable[[ServedModel], tuple[int, ...]]:
+        """Return the task, and drop it, as it holds the whole body."""
+        assert self.task is not None
+        task, self.task = self.task, None
+        return task
 
 
 AnyPrompt = Prompt | PendingPrompt
@@ -164,16 +178,16 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request of either API. `ignored` are the names of unknown fields. The HTTP handler
-    sets `id`, `timeout_s`, `itl_target_s` and `key`."""
+    sets `id`, `deadline`, `itl_target_s` and `owner`."""
 
     prompts: tuple[AnyPrompt, ...]
     params: SamplingParams
     fields: RequestFields = RequestFields()
     ignored: tuple[str, ...] = ()
     id: str = ""  # the id of the response, which is the only id that a client sees
-    timeout_s: float | None = None  # for the whole request, in addition to the server's limit
+    deadline: Deadline | None = None
     itl_target_s: float | None = None  # target for the longest gap between tokens
-    key: str | None = None  # name of the API key; limits how many grammars it has validated at once
+    owner: str | None = None  # one of several API keys, which share what is scarce
     echo: bool = False
     prompt_only: bool = False  # `max_tokens` is 0: the one generated token is not shown
     grammar_field: str = "structured_outputs"  # the field that asked for structured output
@@ -181,6 +195,18 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     mark_ids: frozenset[int] | None = None  # special tokens in the marks of `reply`
     include_reasoning: bool = True
     origin: msgspec.Struct | None = None  # what the builder of another API's response needs
+    origin_bytes: int = 0  # what `origin` and its events hold
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate bytes that the request holds until its prompts are tokenized."""
+        pending = (each.num_bytes for each in self.prompts if isinstance(each, PendingPrompt))
+        return self.kept_bytes + sum(pending)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Approximate bytes that the request holds until its end."""
+        return self.origin_bytes + sum(len(each) for each in self.prompts if isinstance(each, str))
 
     @property
     def include_usage(self) -> bool:
@@ -207,7 +233,7 @@ def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
     return ApiRequest(
         prompts=prompts,
         params=params,
-        fields=fields,
+        fields=msgspec.structs.replace(fields, prompt=None),
         ignored=unknown,
         echo=fields.echo,
         prompt_only=prompt_only,
@@ -238,7 +264,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     return ApiRequest(
         prompts=(PendingPrompt(len(body), model, ids, "messages", model.constrain),),
         params=params,
-        fields=fields,
+        fields=msgspec.structs.replace(fields, messages=None, tools=[]),
         ignored=ignored,
         grammar_field=grammar_field,
         reply=None if reply.is_text else reply,
@@ -290,7 +316,8 @@ def _parse(
     defaults = dict(model.sampling_defaults)
     defaults.pop("max_tokens", None)
     known = {name: value for name, value in record.items() if name in fields.__struct_fields__}
-    return fields, defaults | sampling, (*rest, *unknown_members(known, fields, ""))
+    unknown = chain(rest, unknown_members(known, fields, ""))
+    return fields, defaults | sampling, tuple(islice(unknown, MAX_IGNORED))
 
 
 def _check_size(params: SamplingParams, num_prompts: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -38,6 +38,12 @@ REFUSED_FIELDS = translation.REFUSED | {
     "prompt": Missing("a stored prompt", remedy="use instructions and input"),
     "truncation": Missing("truncation of the input", "disabled"),
 }
+# Members of a request that its response repeats, with their defaults.
+REPEATED: dict[str, Any] = {"metadata": {}, "parallel_tool_calls": True, "store": True}
+REPEATED |= {"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
+REPEATED |= {"reasoning": {"effort": None, "summary": None}}
+REPEATED |= dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "user"))
+_COPIES = 3  # of the repeated members that a call holds at once: its own, and two events
 ENCRYPTED = "reasoning.encrypted_content"  # the only member of `include` that is supported
 _TEXTS = ("input_text", "output_text", "text")
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
@@ -129,8 +135,9 @@ class ResponsesFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesCall(msgspec.Struct, frozen=True):
-    """A request for the builder of its response: `fields`, all members as `sent`, the items of the
-    conversation in JSON, and the store, None if the response is not kept."""
+    """A request for the builder of its response: `fields` without the input, the members to repeat
+    as `sent`, and the store with the conversation's items in JSON, None if the response is not
+    kept."""
 
     fields: ResponsesFields
     sent: dict[str, Any]
@@ -138,8 +145,14 @@ class ResponsesCall(msgspec.Struct, frozen=True):
     responses: KeyResponses | None
 
 
-def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) -> ApiRequest:
-    """Return the checked request. Raises `FieldError` naming the field."""
+def parse_responses(
+    body: bytes,
+    model: ServedModel,
+    responses: KeyResponses,
+    hold: Callable[[int], None] = lambda _: None,
+) -> ApiRequest:
+    """Return the checked request. Raises `FieldError` naming the field. `hold` counts the bytes
+    that parsing takes, before they are used."""
     read = translation.read_body(body, ResponsesFields, REFUSED_FIELDS, model)
     fields = read.fields
     for name in fields.include:
@@ -157,6 +170,7 @@ def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) ->
     before: Sequence[bytes] = ()
     if fields.previous_response_id is not None:
         before = responses.items(fields.previous_response_id)
+        hold(_COPIES * (len(body) + sum(map(len, before))))
     contents = (each for item in new for each in (item.content, item.output, item.summary))
     translation.require_parts("input", itertools.chain((list(before), new), contents), model)
     earlier = [msgspec.json.decode(item, type=InputItem) for item in before]
@@ -174,9 +188,13 @@ def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) ->
         "parallel_tool_calls": fields.parallel_tool_calls,
         "tools": list(_tools(fields.tools, "tools")) or None,
     }
-    items = (*before, *map(msgspec.json.encode, raw))
-    call = ResponsesCall(fields, read.sent, items, responses if fields.store else None)
-    return translation.chat_request(chat, model, RESPONSES_NAMES, read.ignored(), call)
+    items = (*before, *map(msgspec.json.encode, raw)) if fields.store else ()
+    sent = {name: read.sent[name] for name in REPEATED if name in read.sent}
+    kept = responses if fields.store else None
+    call = ResponsesCall(structs.replace(fields, input=None), sent, items, kept)
+    request = translation.chat_request(chat, model, RESPONSES_NAMES, read.ignored(), call)
+    num_bytes = _COPIES * len(msgspec.json.encode(sent)) + sum(map(len, items))
+    return structs.replace(request, origin_bytes=num_bytes)
 
 
 def _tools(

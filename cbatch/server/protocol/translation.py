@@ -14,6 +14,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.engine.unsupported import Missing
 from cbatch.server.protocol.body import (
     MAX_CONTAINERS,
+    MAX_IGNORED,
     decode_object,
     take_fields,
     unknown_members,
@@ -28,7 +29,6 @@ FieldNames = Mapping[str, str]
 # A body has at most this many brackets per token of the context, and some for other members. More
 # fit no context, and their objects would take ten times the memory of the body.
 _BRACKETS_PER_TOKEN, _FREE_BRACKETS = 16, 2**14
-MAX_IGNORED = 64  # names of unknown members to report, of which a body may have many
 _LOGPROBS = Missing("log probabilities in this API", False, 0, remedy="use chat completions")
 OTHER_NAME = Missing("this name of chat completions", remedy="use this API's own field")
 # Fields of chats that other APIs lack or name otherwise, with values that do not use them.

@@ -9,6 +9,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.protocol.responses_request import (
     ENCRYPTED,
+    REPEATED,
     RESPONSES_NAMES,
     ResponsesCall,
     encrypted,
@@ -24,13 +25,9 @@ _KINDS = {
     "text": ("msg", "output_text"),
     "call": ("fc", "function_call_arguments"),
 }
-# Members of every response, and those that repeat the request's, with their defaults.
+# Members of every response, with their defaults.
 _FIXED = {"object": "response", "background": False, "truncation": "disabled", "output": []}
 _FIXED |= dict.fromkeys(("error", "incomplete_details", "usage"))
-_REPEATED: dict[str, Any] = {"metadata": {}, "parallel_tool_calls": True, "store": True}
-_REPEATED |= {"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
-_REPEATED |= {"reasoning": {"effort": None, "summary": None}}
-_REPEATED |= dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "user"))
 
 
 class ResponsesBuilder(BlockBuilder):
@@ -150,7 +147,7 @@ class ResponsesBuilder(BlockBuilder):
             "model": self._model.name,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            **{name: sent.get(name, default) for name, default in _REPEATED.items()},
+            **{name: sent.get(name, default) for name, default in REPEATED.items()},
         }
 
     def _counts(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from cbatch.grammars import GrammarsBusyError, GrammarValidator, grammars_unsupp
 from cbatch.kv_events.wire import encode_cleared
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Ready, Snapshot, Stepped
+from cbatch.server.protocol.deadline import Deadline, ending_at
 from cbatch.server.protocol.errors import ServiceDownError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import (
@@ -173,7 +174,8 @@ class EngineService:
         with suppress(FieldError, ServiceError):  # requests will report these errors
             for token, length in enumerate(_WARM_TOKENS):
                 start_s, prompt = time.monotonic(), (token,) * length
-                request = ApiRequest(prompts=(prompt,), params=params, timeout_s=_WARM_TIMEOUT_S)
+                deadline = Deadline.of(start_s, _WARM_TIMEOUT_S, None)
+                request = ApiRequest(prompts=(prompt,), params=params, deadline=deadline)
                 async for opened in self.submit(request):
                     async for _ in opened:
                         pass
@@ -214,10 +216,11 @@ class EngineService:
         """Queue the choices of each prompt, and yield its `OpenRequest`, which the caller closes.
         Raises `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt not queued."""
         for prompt in api_request.prompts:
-            opened = OpenRequest(self.queue, api_request.params.n)
+            opened = OpenRequest(self.queue, api_request.params.n, api_request.owner)
             with ExitStack() as on_failure:
                 on_failure.push(opened.resources)  # frees what `opened` has acquired
-                await self._open(opened, api_request, prompt)
+                async with ending_at(api_request.deadline):
+                    await self._open(opened, api_request, prompt)
                 on_failure.pop_all()
             yield opened
 
@@ -226,7 +229,7 @@ class EngineService:
         assert prompts is not None, "call open first"
         self._count_open(opened.resources)
         opened.enqueue(min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens))
-        ids = await prompts.ids(prompt)
+        ids = await prompts.ids(prompt, api_request.owner)
         params = api_request.params
         if isinstance(prompt, PendingPrompt) and prompt.constrain is not None:
             params = prompt.constrain(params, ids)
@@ -237,7 +240,7 @@ class EngineService:
         self.queue.require_in_time()
         self._submitted[opened] = None
         opened.resources.callback(self._submitted.pop, opened)
-        opened.set_deadlines(self.limits, api_request.timeout_s)
+        opened.set_deadlines(self.limits.queue_timeout_s, api_request.deadline)
         unread_share = self.limits.max_unread_tokens // len(api_request.prompts)
         opened.begin(request, api_request, self._client, self._tokenizer, unread_share)
 
@@ -271,6 +274,7 @@ class EngineService:
             priority=api_request.fields.priority,
             cache_salt=api_request.fields.cache_salt,
             itl_target_s=api_request.itl_target_s,
+            owner=api_request.owner,
         )
         require_supported(request, drafters=engine.drafters, has_text=self._tokenizer is not None)
         engine.config.check_request(request)
@@ -285,7 +289,10 @@ class EngineService:
             raise grammars_unsupported(field)
         try:
             grammar = await self._grammars.check(
-                params.structured_outputs, num_choices=params.n, field=field, owner=api_request.key
+                params.structured_outputs,
+                num_choices=params.n,
+                field=field,
+                owner=api_request.owner,
             )
         except GrammarsBusyError as error:
             raise self.queue.overloaded("grammars", str(error)) from error
