@@ -25,9 +25,9 @@ class Waiting(NamedTuple):
 
 
 class GrammarQueue:
-    """Compiles grammars, those of the owner with the fewest first, so that no step waits for
-    compiling, and keeps each until its last request has left. Slow grammars have their own thread
-    with a lower priority, so that quick grammars do not wait for them."""
+    """Compiles grammars in the order of requests, so that no step waits for compiling, and keeps
+    each grammar until its last request has left. Owners share the number of grammars. Slow grammars
+    have their own thread with a lower priority, so that quick grammars do not wait for them."""
 
     def __init__(
         self, grammars: Grammars | None, report_compiling: Callable[[Collection[str]], None]
@@ -82,14 +82,13 @@ class GrammarQueue:
                 yield request, output, compiled.exception()
 
     def _compile_next(self) -> None:
-        requests = [waiting.request for waiting in self._waiting.values()]
-        for request in sorted(requests, key=lambda each: self._kept.of(each.owner)):
-            spec, owner = self._specs[request.request_id], request.owner
+        for request_id, (request, _) in self._waiting.items():
+            spec, owner = self._specs[request_id], request.owner
             if spec not in self._compiled and self._kept.problem(1, owner) is None:
                 self._kept.add(1, owner)
                 self._owners[spec] = owner
                 thread = self._quick if request.compile_s < QUICK_CPU_S else self._slow
-                self._compiled[spec] = thread.submit(self._compile, spec, request.request_id)
+                self._compiled[spec] = thread.submit(self._compile, spec, request_id)
 
     def _compile(self, spec: StructuredOutputs, request_id: str) -> Compiled:
         if self._grammars is None:

@@ -26,9 +26,6 @@ class SharedLimit:
             return f"{own} of {self.limit} {self.unit} are of this key, and others need room"
         return None
 
-    def of(self, owner: str | None) -> int:
-        return self._by_owner[owner]
-
     def add(self, amount: int, owner: str | None) -> None:
         """Add an amount; a negative one is returned."""
         self.total += amount

@@ -17,11 +17,10 @@ import pytest
 from cbatch.engine.engine import Engine
 from cbatch.server.http import app as app_module
 from cbatch.server.http.connections import MAX_HEAD_BYTES, MAX_PIPELINED
-from cbatch.server.http.intake import PARSED
+from cbatch.server.http.intake import PARSED, BodyIntake
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
-from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.call_memory import FREE_BYTES, MemoryBudget
+from cbatch.server.serving.admission_queue import FREE_BYTES, Limits, MemoryBudget
 from tests.server.http_client import Client, sample, serving, wait_until
 from tests.server.processes import call
 from tests.server.raw_calls import (
@@ -268,12 +267,13 @@ def watched() -> Iterator[list[MemoryBudget]]:
     """Yield the budgets of the applications that are created in the block."""
     made: list[MemoryBudget] = []
 
-    def make(*args: Any) -> MemoryBudget:
-        made.append(MemoryBudget(*args))
-        return made[-1]
+    def make(*args: Any) -> BodyIntake:
+        intake = BodyIntake(*args)
+        made.append(intake.memory)
+        return intake
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app_module, "MemoryBudget", make)
+        patch.setattr(app_module, "BodyIntake", make)
         yield made
 
 

@@ -13,13 +13,13 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.handler import AnyRequest, AnyResponse, CompletionHandler, Parse
 from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
-from cbatch.server.protocol.deadline import ending_at
 from cbatch.server.protocol.response_store import KeyResponses, ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.anthropic_builder import AnthropicBuilder
 from cbatch.server.serving.block_builder import BlockBuilder
+from cbatch.server.serving.open_request import Deadline, ending_at
 from cbatch.server.serving.prompts import PromptReader
 from cbatch.server.serving.responses_builder import ResponsesBuilder
 
@@ -37,11 +37,12 @@ def agent_routes(
         return partial(parse_responses, responses=responses_of(request), hold=hold)
 
     async def count(request: AnyRequest, parse: Parse, kind: type[BlockBuilder]) -> int:
-        api_request, deadline = await completions.read(request, parse)
+        api_request, record = await completions.read(request, parse), record_of(request)
         (prompt,) = api_request.prompts
+        deadline = Deadline.of(record.began_s, api_request.timeout_s, limits.timeout_s)
         try:
             async with ending_at(deadline):
-                return len(await prompts.ids(prompt, record_of(request).memory.owner))
+                return len(await prompts.ids(prompt, record.memory.owner))
         except FieldError as error:
             raise renamed(error, kind.field_names) from error
 

@@ -23,7 +23,6 @@ from cbatch.server.http.middleware import METRICS_PATH, RequestMiddleware, recor
 from cbatch.server.http.pages import page_routes
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.openapi import document
-from cbatch.server.serving.call_memory import MemoryBudget
 from cbatch.server.serving.live_feed import LiveFeed
 from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.prompts import PromptReader
@@ -53,7 +52,7 @@ def create_app(
     replicas. `span_exporter` gets traces."""
     metrics = metrics or Metrics(model.name, service)
     keys = keys or KeyRing()
-    intake = BodyIntake(limits)
+    intake = BodyIntake(limits, service.queue.overloaded)
     prompts = service.open(model)
     tracer = None if span_exporter is None else RequestTracer(span_exporter, model.name, service)
     completions = CompletionHandler(service, model, intake)
@@ -83,7 +82,7 @@ def create_app(
         app,
         keys,
         metrics,
-        MemoryBudget(limits.max_held_bytes, service.queue.overloaded),
+        intake.memory,
         open_metrics=open_metrics,
         cors_origins=cors_origins,
         tracer=tracer,

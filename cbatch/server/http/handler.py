@@ -20,13 +20,12 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.errors import ClientGoneError, error_body, internal_error_body
 from cbatch.server.http.intake import BodyIntake
 from cbatch.server.http.middleware import record_of
-from cbatch.server.protocol.deadline import Deadline, ending_at
 from cbatch.server.protocol.errors import GenerationError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.chat_builder import ChatBuilder
-from cbatch.server.serving.open_request import OpenRequest, merged_outputs
+from cbatch.server.serving.open_request import OpenRequest, ending_at, merged_outputs
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
 from cbatch.server.serving.service import EngineService
 
@@ -69,13 +68,12 @@ class CompletionHandler:
         record.generates = True
         try:
             self._service.queue.require_room(owner=record.memory.owner)
-            api_request, deadline = await self.read(request, parse)
+            api_request = await self.read(request, parse)
             record.id = f"{builder_type.id_prefix}{record.request_id}"
             record.streamed = api_request.fields.stream
             api_request = structs.replace(
                 api_request,
                 id=record.id,
-                deadline=deadline,
                 itl_target_s=header_s(request, ITL_TARGET_HEADER),
                 owner=record.memory.owner,
             )
@@ -87,23 +85,20 @@ class CompletionHandler:
             record.fail(error)
             raise
 
-    async def read(self, request: AnyRequest, parse: Parse) -> tuple[ApiRequest, Deadline | None]:
-        """Return the parsed body and the deadline. Raises what `parse` and the intake raise, and
-        `DeadlineError`."""
-        async with ending_at(self._deadline(request, None)):
+    async def read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
+        """Return the parsed body, with the call's time limit. Raises what `parse` and the intake
+        raise, and `DeadlineError`."""
+        record, timeout_s = record_of(request), header_s(request, DEADLINE_HEADER)
+        async with ending_at(self._service.deadline(record.began_s, timeout_s)):
             body = await self._intake.body(request)
             if len(body) > LONG_BODY_BYTES or CONTINUATION_FIELD in body:
                 api_request = await asyncio.to_thread(parse, body, self._model)
             else:
                 api_request = parse(body, self._model)
-        record_of(request).memory.hold(api_request.num_bytes)
-        return api_request, self._deadline(request, api_request.fields.timeout)
-
-    def _deadline(self, request: AnyRequest, timeout_s: float | None) -> Deadline | None:
-        """Return the call's deadline, by the limits of the client, its gateway and the server."""
-        limits_s = (timeout_s, header_s(request, DEADLINE_HEADER))
-        client_s = min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
-        return Deadline.of(record_of(request).began_s, client_s, self._service.limits.timeout_s)
+        record.memory.hold(api_request.num_bytes)
+        limits_s = [each for each in (timeout_s, api_request.fields.timeout) if each is not None]
+        timeout_s = min(limits_s, default=None)
+        return structs.replace(api_request, timeout_s=timeout_s, arrived_s=record.began_s)
 
     async def _respond(self, request: AnyRequest, builder: ResponseBuilder[Any]) -> AnyResponse:
         ignored, headers = builder.api_request.ignored[:16], {}
@@ -124,7 +119,7 @@ class CompletionHandler:
             stack.callback(opened.close)
             builder.open(opened)
             opened_requests.append(opened)
-        builder.record.memory.hold(builder.api_request.kept_bytes)
+        builder.record.memory.hold(builder.api_request.num_bytes)
         return opened_requests
 
     async def _gather(self, builder: ResponseBuilder[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import zlib
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any, cast
 
@@ -15,18 +16,22 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.errors import BodyTooLongError, ClientGoneError, MediaTypeError
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.http.middleware import record_of
-from cbatch.server.protocol.errors import BodyTimeoutError
-from cbatch.server.serving.call_memory import CallMemory
+from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
+from cbatch.server.serving.admission_queue import CallMemory, MemoryBudget
 
 # What a body holds while it is read and parsed, as a multiple of its bytes.
 PARSED = 2
 
 
 class BodyIntake:
-    """Reader of request bodies."""
+    """Reader of request bodies. `memory` is the budget of all calls; `overloaded` returns the error
+    to raise at the limit."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(
+        self, limits: ConnectionLimits, overloaded: Callable[[str, str], OverloadedError]
+    ) -> None:
         self._limits = limits
+        self.memory = MemoryBudget(limits.max_held_bytes, overloaded)
 
     async def body(self, request: Request[Any, Any, Any]) -> bytes:
         """Read and decompress a JSON body, and count its memory. Raises `MediaTypeError`,

@@ -15,7 +15,7 @@ from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from cbatch.server.http.errors import error_body, formatted, internal_error_body
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
-from cbatch.server.serving.call_memory import CallMemory, MemoryBudget
+from cbatch.server.serving.admission_queue import CallMemory, MemoryBudget
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
 from cbatch.server.serving.response_builder import encode
 from cbatch.server.serving.tracing import RequestTracer, TracedRecord
@@ -26,8 +26,8 @@ METRICS_PATH = "/metrics"
 REQUEST_ID = b"x-request-id"
 API_KEY = b"x-api-key"  # where Anthropic's clients send the key
 MAX_ID_CHARS = 128
-# Longer bodies of responses are sent in pieces, each after the client has read most of the last, so
-# that what a slow client has not read counts as memory of its call.
+# Longer bodies of responses are sent in pieces, each after the client has read most of the last.
+# What a slow client has not read then counts as memory of its call.
 PIECE_BYTES = 2**16
 _RECORD = "cbatch.record"  # the record's key in the ASGI scope
 

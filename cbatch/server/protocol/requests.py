@@ -27,7 +27,6 @@ from cbatch.server.protocol.body import (
     take_fields,
     unknown_members,
 )
-from cbatch.server.protocol.deadline import Deadline
 from cbatch.server.protocol.model import ServedModel
 from cbatch.text.forced_tools import (
     ForcedCall,
@@ -59,20 +58,18 @@ class PendingPrompt(msgspec.Struct):
 
     num_bytes: int
     model: ServedModel
-    task: Callable[[ServedModel], tuple[int, ...]] | None
+    task: Callable[[ServedModel], tuple[int, ...]]
     field: str = "prompt"
     constrain: Callable[[SamplingParams, Sequence[int]], SamplingParams] | None = None
 
     def make(self) -> tuple[int, ...]:
         """Run the task in this process."""
-        assert self.task is not None
         return self.task(self.model)
 
-    def take(self) -> Callable[[ServedModel], tuple[int, ...]]:
-        """Return the task, and drop it, as it holds the whole body."""
-        assert self.task is not None
-        task, self.task = self.task, None
-        return task
+    def drop(self) -> None:
+        """Drop the task, which holds the whole body."""
+        self.num_bytes = 0
+        del self.task
 
 
 AnyPrompt = Prompt | PendingPrompt
@@ -178,14 +175,15 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request of either API. `ignored` are the names of unknown fields. The HTTP handler
-    sets `id`, `deadline`, `itl_target_s` and `owner`."""
+    sets `id`, `timeout_s`, `arrived_s`, `itl_target_s` and `owner`."""
 
     prompts: tuple[AnyPrompt, ...]
     params: SamplingParams
     fields: RequestFields = RequestFields()
     ignored: tuple[str, ...] = ()
     id: str = ""  # the id of the response, which is the only id that a client sees
-    deadline: Deadline | None = None
+    timeout_s: float | None = None  # for the whole request, in addition to the server's limit
+    arrived_s: float | None = None  # by `time.monotonic`; None: when it is submitted
     itl_target_s: float | None = None  # target for the longest gap between tokens
     owner: str | None = None  # one of several API keys, which share what is scarce
     echo: bool = False
@@ -199,14 +197,8 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes that the request holds until its prompts are tokenized."""
-        pending = (each.num_bytes for each in self.prompts if isinstance(each, PendingPrompt))
-        return self.kept_bytes + sum(pending)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Approximate bytes that the request holds until its end."""
-        return self.origin_bytes + sum(len(each) for each in self.prompts if isinstance(each, str))
+        """Approximate bytes that the request holds now."""
+        return self.origin_bytes + sum(map(max_prompt_tokens, self.prompts))
 
     @property
     def include_usage(self) -> bool:

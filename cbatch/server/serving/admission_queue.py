@@ -1,5 +1,5 @@
-"""The admission queue, bounded in requests and prompt tokens. A place is reserved before a prompt
-is tokenized.
+"""The admission queue, bounded in requests and prompt tokens, and the memory of open calls. A place
+is reserved before a prompt is tokenized.
 
 Checking first and counting later would let a burst exceed the bounds, so `reserve` does both.
 """
@@ -7,8 +7,10 @@ Checking first and counting later would let a burst exceed the bounds, so `reser
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated
 
@@ -22,6 +24,8 @@ from cbatch.system.shares import SharedLimit
 
 _limits = partial(knob, "limits")
 MAX_RETRY_AFTER_S = 60
+# Bytes of each call that do not count, so that long calls cannot block short calls.
+FREE_BYTES = 2**14
 _NUM_DEPARTURES = 64  # times of the last departures from the queue, kept to estimate Retry-After
 
 
@@ -174,3 +178,47 @@ class AdmissionQueue:
             return 1
         interval_s = (self._clock() - times[0]) / (len(times) - 1)
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(interval_s * self.num_requests)))
+
+
+class MemoryBudget:
+    """The limit of the memory of all open calls. `overloaded` returns the error to raise there."""
+
+    def __init__(self, limit: int, overloaded: Callable[[str, str], OverloadedError]) -> None:
+        self.limit, self.overloaded = SharedLimit(limit, "bytes"), overloaded
+        self.lock = threading.Lock()  # long bodies are parsed in threads
+
+    @property
+    def num_bytes(self) -> int:
+        return self.limit.total
+
+
+class CallMemory:
+    """The bytes that one call holds, from the first byte of its body to the last byte of its
+    response. `owner` is one of several API keys."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget, self._num_bytes = budget, 0
+        self.owner: str | None = None
+
+    def hold(self, num_bytes: int) -> None:
+        """Count `num_bytes` instead of the earlier number. Raises `OverloadedError` if they are
+        more, and do not fit."""
+        budget, more = self._budget, max(num_bytes - FREE_BYTES, 0) - self._num_bytes
+        with budget.lock:
+            problem = budget.limit.problem(more, self.owner) if more > 0 else None
+            if problem is None:
+                budget.limit.add(more, self.owner)
+                self._num_bytes += more
+        if problem is not None:
+            raise budget.overloaded("call_bytes", f"open calls hold {problem}")
+
+    @contextmanager
+    def sending(self, num_bytes: int) -> Iterator[None]:
+        """Count bytes that wait for a client until the block ends; they cannot be refused."""
+        with self._budget.lock:
+            self._budget.limit.add(num_bytes, self.owner)
+        try:
+            yield
+        finally:
+            with self._budget.lock:
+                self._budget.limit.add(-num_bytes, self.owner)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -14,8 +15,13 @@ from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import Request
 from cbatch.process.client import EngineClient
 from cbatch.process.open_sequence import OpenSequence
-from cbatch.server.protocol.deadline import Deadline
-from cbatch.server.protocol.errors import ServiceDownError, ServiceError, SlowReaderError
+from cbatch.server.protocol.errors import (
+    ClientDeadlineError,
+    DeadlineError,
+    ServiceDownError,
+    ServiceError,
+    SlowReaderError,
+)
 from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.serving.admission_queue import AdmissionQueue
 from cbatch.text import TextTokenizer
@@ -23,6 +29,43 @@ from cbatch.text.output_processor import LiveChoice
 from cbatch.text.outputs import Output
 
 MIN_UNREAD_TOKENS = 64  # lower bound of `max_unread_tokens` per choice
+
+
+class Deadline(NamedTuple):
+    """The time when a call must be done, by `time.monotonic`, and the error that then ends it. It
+    counts from the call's arrival, wherever the call waits."""
+
+    at_s: float
+    error: ServiceError
+
+    @classmethod
+    def of(
+        cls, arrived_s: float, client_s: float | None, server_s: float | None
+    ) -> Deadline | None:
+        """Return the deadline by the shorter limit, those of the client and of the server."""
+        kinds = ((client_s, ClientDeadlineError), (server_s, DeadlineError))
+        limits = [(limit_s, kind) for limit_s, kind in kinds if limit_s is not None]
+        if not limits:
+            return None
+        limit_s, kind = min(limits, key=lambda limit: limit[0])
+        return cls(arrived_s + limit_s, kind(f"the request's time of {limit_s:g} s is over"))
+
+    @property
+    def remaining_s(self) -> float:
+        return self.at_s - time.monotonic()
+
+
+@asynccontextmanager
+async def ending_at(deadline: Deadline | None) -> AsyncIterator[None]:
+    """End the block at the deadline, with its error."""
+    limit = asyncio.timeout(None if deadline is None else deadline.remaining_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if deadline is None or not limit.expired():
+            raise
+        raise deadline.error from None
 
 
 class OpenRequest:

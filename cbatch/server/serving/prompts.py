@@ -62,7 +62,10 @@ class PromptReader:
                 return token_ids(prompt, tokenizer)
             return await self.run(partial(text_ids, prompt), len(prompt), "prompt", owner)
         if isinstance(prompt, PendingPrompt):
-            return await self.run(prompt.take(), prompt.num_bytes, prompt.field, owner)
+            try:
+                return await self.run(prompt.task, prompt.num_bytes, prompt.field, owner)
+            finally:
+                prompt.drop()
         return token_ids(prompt, None)
 
     async def tokenize(self, body: bytes, owner: str | None) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
-from cbatch.server.serving.call_memory import CallMemory
+from cbatch.server.serving.admission_queue import CallMemory
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.system.logs import fields
 from cbatch.text.outputs import Output

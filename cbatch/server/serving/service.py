@@ -21,7 +21,6 @@ from cbatch.grammars import GrammarsBusyError, GrammarValidator, grammars_unsupp
 from cbatch.kv_events.wire import encode_cleared
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Ready, Snapshot, Stepped
-from cbatch.server.protocol.deadline import Deadline, ending_at
 from cbatch.server.protocol.errors import ServiceDownError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import (
@@ -31,7 +30,7 @@ from cbatch.server.protocol.requests import (
     max_prompt_tokens,
 )
 from cbatch.server.serving.admission_queue import MAX_RETRY_AFTER_S, AdmissionQueue, Limits
-from cbatch.server.serving.open_request import OpenRequest
+from cbatch.server.serving.open_request import Deadline, OpenRequest, ending_at
 from cbatch.server.serving.prompts import PromptReader, WorkerState
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import Seeds, require_supported
@@ -174,8 +173,7 @@ class EngineService:
         with suppress(FieldError, ServiceError):  # requests will report these errors
             for token, length in enumerate(_WARM_TOKENS):
                 start_s, prompt = time.monotonic(), (token,) * length
-                deadline = Deadline.of(start_s, _WARM_TIMEOUT_S, None)
-                request = ApiRequest(prompts=(prompt,), params=params, deadline=deadline)
+                request = ApiRequest(prompts=(prompt,), params=params, timeout_s=_WARM_TIMEOUT_S)
                 async for opened in self.submit(request):
                     async for _ in opened:
                         pass
@@ -215,16 +213,27 @@ class EngineService:
     async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
         """Queue the choices of each prompt, and yield its `OpenRequest`, which the caller closes.
         Raises `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt not queued."""
+        deadline = self.deadline(api_request.arrived_s or time.monotonic(), api_request.timeout_s)
         for prompt in api_request.prompts:
             opened = OpenRequest(self.queue, api_request.params.n, api_request.owner)
             with ExitStack() as on_failure:
                 on_failure.push(opened.resources)  # frees what `opened` has acquired
-                async with ending_at(api_request.deadline):
-                    await self._open(opened, api_request, prompt)
+                async with ending_at(deadline):
+                    await self._open(opened, api_request, prompt, deadline)
                 on_failure.pop_all()
             yield opened
 
-    async def _open(self, opened: OpenRequest, api_request: ApiRequest, prompt: AnyPrompt) -> None:
+    def deadline(self, arrived_s: float, timeout_s: float | None) -> Deadline | None:
+        """Return the deadline by a call's own limit, or by the server's, if that is shorter."""
+        return Deadline.of(arrived_s, timeout_s, self.limits.timeout_s)
+
+    async def _open(
+        self,
+        opened: OpenRequest,
+        api_request: ApiRequest,
+        prompt: AnyPrompt,
+        deadline: Deadline | None,
+    ) -> None:
         engine, prompts = self._require_engine(), self._prompts
         assert prompts is not None, "call open first"
         self._count_open(opened.resources)
@@ -240,7 +249,7 @@ class EngineService:
         self.queue.require_in_time()
         self._submitted[opened] = None
         opened.resources.callback(self._submitted.pop, opened)
-        opened.set_deadlines(self.limits.queue_timeout_s, api_request.deadline)
+        opened.set_deadlines(self.limits.queue_timeout_s, deadline)
         unread_share = self.limits.max_unread_tokens // len(api_request.prompts)
         opened.begin(request, api_request, self._client, self._tokenizer, unread_share)
 
