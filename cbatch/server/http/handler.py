@@ -28,12 +28,14 @@ from cbatch.server.serving.chat_builder import ChatBuilder
 from cbatch.server.serving.open_request import OpenRequest, ending_at, merged_outputs
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
 from cbatch.server.serving.service import EngineService
+from cbatch.system.shares import NoPlaceError, Places
 
 IGNORED_HEADER = "x-cbatch-ignored-fields"
 DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sent by Envoy
 ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
 # Parsing a longer body could delay every stream, so a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
+PARSER_WAIT_S = 30.0  # longest wait before a long body is parsed
 # A body with this field continues a stored conversation, which may be long: a thread parses it too.
 CONTINUATION_FIELD = b'"previous_response_id"'
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
@@ -49,6 +51,8 @@ class CompletionHandler:
 
     def __init__(self, service: EngineService, model: ServedModel, intake: BodyIntake) -> None:
         self._service, self._model, self._intake = service, model, intake
+        # Parsing holds the interpreter lock, so that two threads at once would delay every stream.
+        self._parser = Places(1)
 
     def routes(self) -> list[HTTPRouteHandler]:
         @post("/v1/completions", status_code=200)
@@ -91,10 +95,15 @@ class CompletionHandler:
         record, timeout_s = record_of(request), header_s(request, DEADLINE_HEADER)
         async with ending_at(self._service.deadline(record.began_s, timeout_s)):
             body = await self._intake.body(request)
-            if len(body) > LONG_BODY_BYTES or CONTINUATION_FIELD in body:
-                api_request = await asyncio.to_thread(parse, body, self._model)
-            else:
+            if len(body) <= LONG_BODY_BYTES and CONTINUATION_FIELD not in body:
                 api_request = parse(body, self._model)
+            else:
+                try:
+                    async with self._parser.place(record.memory.owner, PARSER_WAIT_S):
+                        api_request = await asyncio.to_thread(parse, body, self._model)
+                except NoPlaceError as error:
+                    problem = f"long bodies wait to be parsed; {error}"
+                    raise self._service.queue.overloaded("bodies", problem) from error
         record.memory.hold(api_request.num_bytes)
         limits_s = [each for each in (timeout_s, api_request.fields.timeout) if each is not None]
         timeout_s = min(limits_s, default=None)
