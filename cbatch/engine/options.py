@@ -105,6 +105,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = None
     itl_target_s: Annotated[float | None, knobs.ITL_TARGET] = None
+    min_itl_target_s: Annotated[
+        float,
+        _engine(
+            "shortest target that a call's x-slo-itl-ms can set; a shorter one is raised to it",
+            "SECONDS",
+            name="min_itl_target",
+        ),
+    ] = 0.0
     scheduling_policy: Annotated[QueuePolicy, knobs.SCHEDULING_POLICY] = "fcfs"
     ageing_per_s: Annotated[
         float | None, _engine("gain in priority per second in the queue", "N", name="ageing")

@@ -60,6 +60,7 @@ def scheduler_config(
         eos_ids=eos_ids,
         prompt_share=1.0 if options.prompt_share is None else options.prompt_share,
         itl_target_s=options.itl_target_s,
+        min_itl_target_s=options.min_itl_target_s,
         queue_policy=options.scheduling_policy,
         ageing_per_s=options.ageing_per_s,
         enable_prefix_caching=options.enable_prefix_caching,

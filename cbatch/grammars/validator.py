@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from functools import partial
 from typing import NamedTuple
 
@@ -19,9 +19,11 @@ from cbatch.core.request.request import StructuredOutputs
 from cbatch.grammars.compiling import MAX_GIVEN_CHARS
 from cbatch.grammars.schemas import FIELD
 from cbatch.grammars.trial import LIMITS, MEMORY_BYTES, GrammarVerdict, try_out
+from cbatch.system.shares import NoPlaceError, Places
 from cbatch.workers import WorkerDiedError, WorkerPool
 
 MAX_WORKERS = 2
+WAIT_S = 30.0  # longest wait before a grammar is validated
 MAX_START_S = 0.2  # time that starting a grammar for all choices may add to the engine's step
 _MAX_VERDICTS = 512  # cached verdicts
 MAX_CACHED_CHARS = 2**21  # of all converted grammars in the cached verdicts
@@ -36,19 +38,16 @@ class ValidatedGrammar(NamedTuple):
 
 
 class GrammarsBusyError(RuntimeError):
-    """An owner already has the maximum number of pending grammars."""
+    """An owner already has the maximum number of pending grammars, or no worker became free."""
 
 
 class GrammarValidator:
-    """Validate grammars for the coroutines of one event loop. An owner, such as an API key, uses
-    one worker at a time, and may have `max_waiting` grammars pending. Requests without an owner may
-    use all workers."""
+    """Validate grammars for the coroutines of one event loop. An owner, such as an API key, takes
+    turns with others (see `Places`), and may have `max_waiting` grammars pending."""
 
     def __init__(self, workers: WorkerPool, *, max_waiting: int = 8) -> None:
         self._workers, self._max_waiting = workers, max_waiting
-        self._free = asyncio.Semaphore(MAX_WORKERS)
-        self._owner_locks: dict[str, asyncio.Lock] = {}  # of owners with pending grammars
-        self._waiting: Counter[str] = Counter()
+        self._places = Places(MAX_WORKERS)
         self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._cached_chars = 0
         self._tasks: dict[bytes, asyncio.Task[GrammarVerdict]] = {}
@@ -100,21 +99,14 @@ class GrammarValidator:
                 self._cached_chars -= forgotten.num_chars
 
     async def _validate(self, spec: StructuredOutputs, owner: str | None) -> GrammarVerdict:
-        if owner is None:
-            async with self._free:
-                return await self._run(spec)
-        if self._waiting[owner] >= self._max_waiting:
-            raise GrammarsBusyError(
-                f"{self._waiting[owner]} grammars of this key are being compiled"
-            )
-        self._waiting[owner] += 1
+        num_open = self._places.num_open(owner)
+        if owner is not None and num_open >= self._max_waiting:
+            raise GrammarsBusyError(f"{num_open} grammars of this key are being compiled")
         try:
-            async with self._owner_locks.setdefault(owner, asyncio.Lock()), self._free:
+            async with self._places.place(owner, WAIT_S):
                 return await self._run(spec)
-        finally:
-            self._waiting[owner] -= 1
-            if not self._waiting[owner]:
-                del self._waiting[owner], self._owner_locks[owner]
+        except NoPlaceError as error:
+            raise GrammarsBusyError(f"grammars are being compiled; {error}") from error
 
     async def _run(self, spec: StructuredOutputs) -> GrammarVerdict:
         try:

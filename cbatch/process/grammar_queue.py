@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.grammars import Compiled, Grammars, grammars_unsupported
+from cbatch.system.shares import SharedLimit
 
 MAX_GRAMMARS = 32  # compiled grammars kept at once; each may take tens of MiB
 QUICK_CPU_S = 0.05  # processor time below which a grammar is quick; an ordinary schema takes 1 ms
@@ -25,8 +26,8 @@ class Waiting(NamedTuple):
 
 class GrammarQueue:
     """Compiles grammars in the order of requests, so that no step waits for compiling, and keeps
-    each grammar until its last request has left. Slow grammars have their own thread with a lower
-    priority, so that quick grammars do not wait for them."""
+    each grammar until its last request has left. Owners share the number of grammars. Slow grammars
+    have their own thread with a lower priority, so that quick grammars do not wait for them."""
 
     def __init__(
         self, grammars: Grammars | None, report_compiling: Callable[[Collection[str]], None]
@@ -39,6 +40,8 @@ class GrammarQueue:
         self._specs: dict[str, StructuredOutputs] = {}  # of waiting and running requests, by id
         self._num_users: Counter[StructuredOutputs] = Counter()
         self._compiled: dict[StructuredOutputs, Future[Compiled]] = {}
+        self._kept = SharedLimit(MAX_GRAMMARS, "grammars")
+        self._owners: dict[StructuredOutputs, str | None] = {}  # of compiled grammars
         self._quick = ThreadPoolExecutor(1, "cbatch-grammars")
         self._slow = ThreadPoolExecutor(1, "cbatch-slow-grammars", _lower_priority)
 
@@ -67,6 +70,7 @@ class GrammarQueue:
             del self._num_users[spec]
             if spec in self._compiled:
                 self._compiled.pop(spec).cancel()
+                self._kept.add(-1, self._owners.pop(spec))
             self._compile_next()
 
     def take_ready(self) -> Iterator[tuple[Request, tuple[int, ...], BaseException | None]]:
@@ -79,8 +83,10 @@ class GrammarQueue:
 
     def _compile_next(self) -> None:
         for request_id, (request, _) in self._waiting.items():
-            spec = self._specs[request_id]
-            if spec not in self._compiled and len(self._compiled) < MAX_GRAMMARS:
+            spec, owner = self._specs[request_id], request.owner
+            if spec not in self._compiled and self._kept.problem(1, owner) is None:
+                self._kept.add(1, owner)
+                self._owners[spec] = owner
                 thread = self._quick if request.compile_s < QUICK_CPU_S else self._slow
                 self._compiled[spec] = thread.submit(self._compile, spec, request_id)
 

@@ -33,6 +33,7 @@ MAX_IDLE = 2  # idle workers kept for later tasks, for each value of `TaskLimits
 _QUICK_S = 0.5
 WALL = 10  # wall time allowed to a task, as a multiple of its processor time.
 _START_S = 120.0  # maximum wall time for the start of the fork server
+_FORK_S = 10.0  # maximum wall time for a fork; a fork server that takes longer is replaced
 T = TypeVar("T")
 
 
@@ -44,8 +45,15 @@ class WorkerDiedError(RuntimeError):
         self.overran = status == -signal.SIGPROF
 
 
-class PoolClosedError(RuntimeError):
+class NoWorkerError(RuntimeError):
+    """No worker can be started at present."""
+
+
+class PoolClosedError(NoWorkerError):
     """The pool was closed before the task was done."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
 
 
 class WorkerPool:
@@ -65,17 +73,17 @@ class WorkerPool:
 
     async def run(self, task: Callable[[Any], T], limits: TaskLimits) -> T:
         """Run `task` in a worker, with the result of `setup` as its argument, and return its
-        result. Raises what the task raises, `WorkerDiedError`, and `PoolClosedError`."""
+        result. Raises what the task raises, `WorkerDiedError`, and `NoWorkerError`."""
         content, idle = pickle.dumps((limits, task)), self._idle[limits.aside]
         worker = idle.pop() if idle else await self._fork()
         begin_s, kind, value = time.monotonic(), None, None
         try:
             async with asyncio.timeout(limits.cpu_s * WALL):
                 kind, value = await worker.ask(content)
+        except TimeoutError:
+            value = await self._end_late(worker)
         except (EOFError, ConnectionError):  # the fork server ended too
             kind, value = DIED, (-signal.SIGKILL, 1)
-        except TimeoutError:
-            value = (-signal.SIGPROF, worker.num_tasks)
         finally:
             took_s = time.monotonic() - begin_s
             has_room = len(idle) < MAX_IDLE and not self._closed
@@ -99,14 +107,14 @@ class WorkerPool:
     async def close(self) -> None:
         """End all processes, also those with running tasks."""
         server, self._server, self._closed = self._server, None, True
-        for worker in sum(self._idle.values(), []):
-            worker.close()
+        self._drop_idle()
         if server is not None:
             server.cancel()
             await _end(server)
 
     async def _fork(self) -> _Worker:
-        for is_last in (False, True):
+        problem: Exception | None = None
+        for _ in range(2):
             if self._closed:
                 raise PoolClosedError
             if self._server is None:
@@ -118,19 +126,43 @@ class WorkerPool:
                 if server.cancelled():  # by `close`
                     raise PoolClosedError from None
                 raise
-            except (OSError, EOFError):  # the fork server was killed
-                if self._server is server:
-                    self._server = None
-                    await _end(server)
-                if is_last:
-                    raise
-        raise AssertionError
+            except (OSError, EOFError) as error:  # the fork server was killed or does not answer
+                problem = error
+                await self._replace(server)
+        raise NoWorkerError(f"no worker process can be started ({problem!r})") from problem
+
+    async def _replace(self, server: asyncio.Task[_ForkServer]) -> None:
+        """End a fork server that failed, unless another task has; the next fork starts another."""
+        if self._server is server:
+            self._server = None
+            self._drop_idle()  # their deaths would not be noticed
+            await _end(server, at_once=True)
+
+    async def _end_late(self, worker: _Worker) -> tuple[int, int]:
+        """Kill a worker whose task takes too long, and return (status, number of tasks begun)."""
+        server = self._server
+        worker.kill()
+        try:
+            async with asyncio.timeout(_FORK_S):
+                kind, value = await worker.answer()
+            return -signal.SIGPROF, value[1] if kind == DIED else worker.num_tasks
+        except TimeoutError:  # its fork server does not answer, so the task may never have begun
+            if server is not None:
+                await self._replace(server)
+            return -signal.SIGKILL, 0
+        except Exception:  # an answer that was cut
+            return -signal.SIGPROF, worker.num_tasks
+
+    def _drop_idle(self) -> None:
+        for workers in self._idle.values():
+            while workers:
+                workers.pop().close()
 
 
-async def _end(server: asyncio.Task[_ForkServer]) -> None:
+async def _end(server: asyncio.Task[_ForkServer], *, at_once: bool = False) -> None:
     """End a fork server, or wait until a start that failed has cleaned up."""
     with suppress(asyncio.CancelledError, Exception):
-        await (await server).end()
+        await (await server).end(at_once=at_once)
 
 
 class _ForkServer:
@@ -148,47 +180,59 @@ class _ForkServer:
                 *WORKER,
                 str(child_end.fileno()),
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,  # exit statuses say how workers died
                 env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=(child_end.fileno(),),
             )
             undo.pop_all()
+        parent_end.setblocking(False)
         server = cls(process, parent_end)
         try:
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
             process.stdin.write(pickle.dumps(setup))
             process.stdin.close()
             async with asyncio.timeout(_START_S):
-                await process.stdout.readexactly(1)
+                if not await asyncio.get_running_loop().sock_recv(parent_end, 1):
+                    raise EOFError("it ended at its start")
         except BaseException:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await server.end()
+            await server.end(at_once=True)
             raise
         return server
 
     async def fork(self) -> _Worker:
-        """Start a worker and return its connection. Raises OSError, EOFError."""
+        """Start a worker and return its connection. Raises `NoWorkerError` if the system allows no
+        more processes, OSError or EOFError if this fork server has failed."""
         parent_end, child_end = socket.socketpair()
-        with child_end:
+        with child_end, ExitStack() as undo:
+            undo.callback(parent_end.close)
             socket.send_fds(self._control, [PID.pack(0)], [child_end.fileno()])
+            undo.pop_all()
         worker = _Worker(*await asyncio.open_connection(sock=parent_end))
         try:
-            _, pid = await worker.answer()
+            async with asyncio.timeout(_FORK_S):
+                kind, value = await worker.answer()
+            if kind == RAISED:
+                raise NoWorkerError(f"no worker process can be started ({value})")
         except BaseException:
             worker.close()
             raise
-        worker.kill = partial(self._kill, pid)
+        worker.kill = partial(self._kill, value)
         return worker
 
     def _kill(self, pid: int) -> None:
         with suppress(OSError):  # the fork server ended; its workers end with their connections
             self._control.send(PID.pack(pid))
 
-    async def end(self) -> None:
+    async def end(self, *, at_once: bool = False) -> None:
+        """End the process, and first its workers, unless it has to end `at_once`."""
         self._control.close()
-        await self._process.communicate()  # wait until it and its workers have ended
+        if not at_once:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _FORK_S)
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
 
 
 class _Worker:

@@ -62,8 +62,7 @@ def main() -> None:
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    sys.stdout.buffer.write(b"\n")
-    sys.stdout.buffer.flush()
+    control.send(b"\n")
     while True:
         ready, _, _ = select.select([control, ended], [], [])
         if ended in ready:
@@ -76,8 +75,14 @@ def main() -> None:
             break
         if files:
             connections = [child.connection for child in children.values()]
-            child = _Child(socket.socket(fileno=files[0]), mmap.mmap(-1, LENGTH.size))
-            pid = os.fork()
+            connection = socket.socket(fileno=files[0])
+            try:
+                child = _Child(connection, mmap.mmap(-1, LENGTH.size))
+                pid = os.fork()
+            except OSError as error:  # no more processes, or no memory
+                with connection, suppress(OSError), connection.makefile("wb") as file:
+                    _send(file, pickle.dumps((RAISED, error)))
+                continue
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -132,7 +137,11 @@ def _answer(task: Callable[[Any], Any], state: Any) -> bytes:
         os._exit(_OUT_OF_MEMORY)
     except Exception as error:
         error.add_note(traceback.format_exc())
-        return pickle.dumps((RAISED, error))
+        with suppress(Exception):
+            content = pickle.dumps((RAISED, error))
+            pickle.loads(content)  # not all exceptions can be made again
+            return content
+        return pickle.dumps((RAISED, RuntimeError(repr(error))))
     except BaseException as error:  # a Rust panic is not an Exception
         return pickle.dumps((RAISED, RuntimeError(repr(error))))
 

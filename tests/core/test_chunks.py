@@ -193,6 +193,51 @@ def test_a_request_may_bring_a_target_of_its_own() -> None:
     assert np.mean(np.array(short) > 0.03) <= 0.02
 
 
+@pytest.mark.parametrize("own_s", [1e-3, 0.012, 0.02])
+def test_a_short_target_of_one_request_is_raised_to_the_floor(own_s: float) -> None:
+    world = world_of(min_itl_target_s=0.05)
+    read_prompts(world, PROMPT_TOKENS)
+    world.add(make_request("stream of its own", 8, max_tokens=900, itl_target_s=own_s))
+    for _ in range(3):
+        world.step()
+    tokens, seconds = read_prompts(world, PROMPT_TOKENS)
+    assert np.median(tokens) > 20
+    assert np.mean(np.array(seconds) > 0.05) <= 0.02
+
+
+@pytest.mark.parametrize("hostile_s", [1e-3, 0.009, 0.0131])
+def test_the_target_of_one_request_changes_the_chunks_of_no_other_target(hostile_s: float) -> None:
+    """`hostile_s` can be met by no step, only without a prompt, or by some steps."""
+    cost = Attending(base_s=BASE_S, token_s=TOKEN_S, noise=0.1)
+    typical = []
+    for attacked in (False, True):
+        world = world_of(cost, itl_target_s=0.05)
+        read_prompts(world, PROMPT_TOKENS)
+        if attacked:
+            own = {"itl_target_s": hostile_s}
+            world.add(make_request("stream of another", 8, max_tokens=60, **own))
+            read_prompts(world, 600)
+            steps_until(world, lambda finished=world.finished: "stream of another" in finished)
+        tokens, _ = read_prompts(world, PROMPT_TOKENS)
+        typical.append(np.median(tokens))
+    assert typical[1] >= 0.8 * typical[0] > 10
+
+
+def test_steps_that_could_not_meet_the_target_teach_nothing() -> None:
+    """Sixty rows take longer than the target even without a prompt. Afterwards chunks are as
+    long as before."""
+    cost = LinearCost(base_s=BASE_S, token_s=TOKEN_S, context_token_s=0.0, row_s=0.0)
+    world = world_of(cost, itl_target_s=0.05, max_num_seqs=64)
+    read_prompts(world, PROMPT_TOKENS)
+    before, _ = read_prompts(world, PROMPT_TOKENS)
+    crowd = [make_request(f"stream of a crowd {i}", 8, max_tokens=60) for i in range(56)]
+    world.add(*crowd)
+    read_prompts(world, 300)
+    steps_until(world, lambda: all(each.request_id in world.finished for each in crowd))
+    after, _ = read_prompts(world, PROMPT_TOKENS)
+    assert np.median(after) >= 0.8 * np.median(before) > 10
+
+
 def test_prompts_go_on_where_no_step_keeps_the_target() -> None:
     world = world_of(itl_target_s=1e-3)
     tokens, _ = read_prompts(world, 200)
@@ -229,6 +274,8 @@ def test_the_price_of_a_prompt_token_is_what_prompts_take(decoding: int) -> None
 def test_a_target_of_nothing_is_refused() -> None:
     with pytest.raises(FieldError, match="itl_target_s"):
         make_config(itl_target_s=0.0)
+    with pytest.raises(FieldError, match="min_itl_target_s"):
+        make_config(min_itl_target_s=-1.0)
 
 
 # ---- several prompts -----------------------------------------------------------------------------

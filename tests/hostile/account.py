@@ -22,6 +22,7 @@ class Account:
     begin_s: float = 0.0
     reports: list[Report] = field(default_factory=list)
     kills: list[Kill] = field(default_factory=list)
+    worker_kills: list[Kill] = field(default_factory=list)  # of fork servers of workers
     pauses: list[Pause] = field(default_factory=list)
     completed: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -48,7 +49,7 @@ class Account:
             for pause in self.pauses
             if all(
                 pause.to_s < kill.killed_s or pause.from_s > kill.ready_s + GRACE_S
-                for kill in self.kills
+                for kill in [*self.kills, *self.worker_kills]
             )
         ]
         return sorted(pauses, key=lambda pause: -pause.lasted_s)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from cbatch.server.protocol.openapi import document
-from tests.hostile import agents, connections, made_up
+from tests.hostile import agents, connections, holding, made_up
 from tests.hostile.attacker import Attack, Target
 from tests.hostile.grammars import KINDS, Outputs
 from tests.hostile.server import HOSTILE_KEY
@@ -249,6 +249,7 @@ ATTACKS = [
     Attack("watchers", watchers, "200 503"),
     *agents.ATTACKS,
     *connections.ATTACKS,
+    *holding.ATTACKS,
     *made_up.ATTACKS,
 ]
 NAMES = [attack.name for attack in ATTACKS]

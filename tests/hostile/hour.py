@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 
 from tests.hostile.account import Account
 from tests.hostile.attacker import ANSWER_S, Report, Settings, Target
-from tests.hostile.honest import ASKS, COMPLETIONS, Ask, Crowd, answer_to, difference
+from tests.hostile.honest import ASKS, COMPLETIONS, Ask, BrokenError, Crowd, answer_to, difference
 from tests.hostile.server import CALLS_PER_KEY, ROOT, Memory, Server, wait_until
 
 REST_S = 6.0  # time without a call, in which server and engine return unused memory
@@ -160,14 +161,21 @@ def killing(
 ) -> Iterator[None]:
     over = threading.Event()
 
+    def chats_at_once() -> None:
+        """Make more chats than there are idle workers."""
+        with ThreadPoolExecutor(4) as pool:
+            asks = [ASKS["chat with logprobs"]] * 4
+            list(pool.map(lambda ask: answer_to(server.port, ask), asks))
+
     def kill() -> None:
         while not over.wait(every_s * rng.uniform(0.7, 1.3)):
             if time.monotonic() > account.begin_s + seconds or not server.alive:
                 return
             try:
                 account.kills.append(server.kill_engine())
-            except (AssertionError, OSError, KeyError) as error:
-                account.wrong.append(f"while the engine was killed: {error!r}")
+                account.worker_kills.append(server.kill_fork_server(chats_at_once))
+            except (AssertionError, OSError, KeyError, ValueError, BrokenError) as error:
+                account.wrong.append(f"while the engine or the workers were killed: {error!r}")
 
     killer = threading.Thread(target=kill)
     killer.start()

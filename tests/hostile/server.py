@@ -131,6 +131,16 @@ class Server:
         )
         return Kill(began_s, time.monotonic())
 
+    def kill_fork_server(self, serve_a_chat: Callable[[], Any]) -> Kill:
+        """Kill the fork server of the workers, while its idle workers live. The next is ready when
+        `serve_a_chat` returns."""
+        lines = {pid: _look(Path(f"/proc/{pid}/cmdline").read_text) for pid in self.children()}
+        (pid,) = (pid for pid, line in lines.items() if "cbatch.workers.worker" in (line or ""))
+        os.kill(pid, signal.SIGKILL)
+        began_s = time.monotonic()
+        serve_a_chat()
+        return Kill(began_s, time.monotonic())
+
     def stop(self) -> int | None:
         """Stop the server; return its exit status, or None if it did not end in time."""
         self.process.send_signal(signal.SIGTERM)

@@ -100,6 +100,27 @@ def test_the_number_of_kept_grammars_is_limited(monkeypatch: pytest.MonkeyPatch)
     assert set(ready(grammar_queue, 1)) == {"d"}, "a compiled grammar is shared"
 
 
+@pytest.mark.parametrize("num_others", [1, 3])
+def test_one_owner_leaves_grammars_for_others(num_others: int) -> None:
+    grammars: Any = SlowGrammars()
+    grammars.release.set()
+    grammar_queue = GrammarQueue(grammars, lambda _: None)
+    for i in range(2 * queue_module.MAX_GRAMMARS):
+        grammar_queue.enter(structs.replace(asking(f"a{i}", f"a{i}"), owner="a"), ())
+    others = [f"other {i}" for i in range(num_others)]
+    for name in others:
+        grammar_queue.enter(structs.replace(asking(name, name), owner=name), ())
+    deadline_s, waiting = time.monotonic() + 30, {*others, "a0"}
+    while waiting:
+        assert time.monotonic() < deadline_s, "no grammar of a leaves"
+        waiting -= {request.request_id for request, *_ in grammar_queue.take_ready()}
+    for i in range(2 * queue_module.MAX_GRAMMARS):
+        grammar_queue.leave(f"a{i}")
+    for name in others:
+        grammar_queue.leave(name)
+    assert not grammar_queue.waiting and not grammar_queue._kept.total
+
+
 def test_without_grammars_each_request_is_rejected_by_name() -> None:
     grammar_queue = GrammarQueue(None, lambda _: None)
     grammar_queue.enter(asking("a", "x"), ())

@@ -16,7 +16,7 @@ from tests.server.http_client import CHAT, COMPLETIONS, JSON, Client, call, serv
 from tests.server.raw_calls import during_honest_calls, exchange, post, run, statuses
 from tests.toy_engine import make_engine
 
-LIMITS = ConnectionLimits(max_body_bytes=2**16, max_reading_bytes=2**17)
+LIMITS = ConnectionLimits(max_body_bytes=2**16, max_held_bytes=2**18)
 BODIES = {
     COMPLETIONS: {"prompt": "def add(a, b):", "max_tokens": 4},
     CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},

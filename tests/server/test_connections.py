@@ -17,10 +17,10 @@ import pytest
 from cbatch.engine.engine import Engine
 from cbatch.server.http import app as app_module
 from cbatch.server.http.connections import MAX_HEAD_BYTES, MAX_PIPELINED
-from cbatch.server.http.intake import FREE_BYTES, BodyIntake
+from cbatch.server.http.intake import PARSED, BodyIntake
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
-from cbatch.server.serving.admission_queue import Limits
+from cbatch.server.serving.admission_queue import FREE_BYTES, Limits, MemoryBudget
 from tests.server.http_client import Client, sample, serving, wait_until
 from tests.server.processes import call
 from tests.server.raw_calls import (
@@ -235,41 +235,42 @@ def test_connections_are_limited() -> None:
 
 
 def test_bodies_share_a_memory_limit_that_short_bodies_never_reach() -> None:
-    limits = ConnectionLimits(max_reading_bytes=2**18)
-    half = post(b" " * (2**17 + FREE_BYTES - 1), num_bytes=2**20)
+    limits = ConnectionLimits(max_held_bytes=PARSED * 2**18)
+    half = post(b" " * (2**17 + FREE_BYTES // PARSED - 1), num_bytes=2**20)
     large = json.dumps(BODY).encode() + b" " * 2**17
 
-    async def scene(client: Client, intake: BodyIntake) -> None:
+    async def scene(client: Client, memory: MemoryBudget) -> None:
         connections = []
         for at in range(2):
             connections.append(await asyncio.open_connection("127.0.0.1", client.port))
             connections[at][1].write(half)
-            while intake.num_bytes < (at + 1) * (2**17 - 1):
+            while memory.num_bytes < (at + 1) * PARSED * (2**17 - 1):
                 await asyncio.sleep(0.005)
         status, _, headers = await asyncio.to_thread(client.post, large)
         assert status == 503 and int(headers["retry-after"]) >= 1
         assert (await call(client.port, BODY)).status == 200, "a short one"
         connections[0][1].close()
-        while intake.num_bytes > 2**17:
+        while memory.num_bytes > PARSED * 2**17:
             await asyncio.sleep(0.005)
         assert (await asyncio.to_thread(client.post, large))[0] == 200
         connections[1][1].close()
-        while intake.num_bytes:
+        while memory.num_bytes:
             await asyncio.sleep(0.005)
 
-    with watched() as intakes, serving(make_engine(), connections=limits) as client:
-        run(scene(client, intakes[0]))
-        assert sample(client, REFUSALS, reason="body_bytes") == 1
+    with watched() as budgets, serving(make_engine(), connections=limits) as client:
+        run(scene(client, budgets[0]))
+        assert sample(client, REFUSALS, reason="call_bytes") == 1
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[BodyIntake]]:
-    """Yield the intakes of the applications that are created in the block."""
-    made: list[BodyIntake] = []
+def watched() -> Iterator[list[MemoryBudget]]:
+    """Yield the budgets of the applications that are created in the block."""
+    made: list[MemoryBudget] = []
 
     def make(*args: Any) -> BodyIntake:
-        made.append(BodyIntake(*args))
-        return made[-1]
+        intake = BodyIntake(*args)
+        made.append(intake.memory)
+        return intake
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "BodyIntake", make)
@@ -326,27 +327,27 @@ LEFT = {
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[tuple[Client, Engine, BodyIntake]]:
+def guarded() -> Iterator[tuple[Client, Engine, MemoryBudget]]:
     """Return a server with one key, which may have one call open."""
     engine = make_engine(max_model_len=8192, num_blocks=4096)
     keys = KeyRing(["a"], max_requests_per_key=1)
-    with watched() as intakes, serving(engine, keys=keys) as client:
-        yield client, engine, intakes[0]
+    with watched() as budgets, serving(engine, keys=keys) as client:
+        yield client, engine, budgets[0]
 
 
 @pytest.mark.parametrize("how", ["leaves", "resets", "half-closes"])
 @pytest.mark.parametrize("what", LEFT)
 def test_an_aborted_call_leaves_no_resources(
-    guarded: tuple[Client, Engine, BodyIntake], what: str, how: str
+    guarded: tuple[Client, Engine, MemoryBudget], what: str, how: str
 ) -> None:
     """No connection, open call of the key, counted byte of a body, queue place or slot remains."""
-    client, engine, intake = guarded
+    client, engine, memory = guarded
     for pause_s in (0, 0.02):  # before the server reads the call, or after it
         with socket.create_connection(("127.0.0.1", client.port)) as left:
             left.sendall(LEFT[what])
             time.sleep(pause_s)
             break_off(left, how)
-    wait_until(lambda: client.num_connections == intake.num_bytes == 0)
+    wait_until(lambda: client.num_connections == memory.num_bytes == 0)
     wait_until(lambda: not engine.scheduler.num_running + engine.scheduler.num_waiting)
     wait_until(lambda: answered(client, "Bearer a"))
 

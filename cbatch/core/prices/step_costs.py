@@ -24,9 +24,11 @@ _MIN_STEPS_PER_SIZE = 3  # steps before their size counts as measured: the first
 _MIN_CHUNK_TOKENS = 8  # prompt tokens of a step whatever its target, so that prompts progress
 # A step is planned to take this share (margin) of the target time between two tokens. The share
 # falls after a step longer than the target, and rises after a shorter one: in equilibrium one step
-# in two hundred is too long.
+# in two hundred is too long. Each target has its own, so that clients with short ones change no
+# other.
 _FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0002
 _MIN_MARGIN = 0.4
+_MAX_TARGETS = 16  # targets that have margins of their own
 
 
 class StepCosts:
@@ -41,7 +43,7 @@ class StepCosts:
         self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
         self._has_prompts = False
         self._max_measured = 0  # tokens of the largest measured step
-        self._margin = _FIRST_MARGIN
+        self._margins: dict[float, float] = {}  # by target, last observed last
 
     @property
     def is_known(self) -> bool:
@@ -56,10 +58,24 @@ class StepCosts:
             if self._curve.num_steps_near(tokens) >= _MIN_STEPS_PER_SIZE:
                 self._max_measured = max(self._max_measured, tokens)
 
-    def observe_target(self, target_s: float, seconds: float) -> None:
-        """Observe the duration of a step with decoding rows, whose target was `target_s`."""
+    def observe_target(
+        self, target_s: float, seconds: float, rows: int = 0, pairs_per_token: float = 0.0
+    ) -> None:
+        """Observe the duration of a step with `rows` rows, whose target was `target_s`. A miss
+        teaches nothing if even the shortest step of these rows would have missed."""
+        if seconds > target_s and self.is_known:
+            tokens = rows + _MIN_CHUNK_TOKENS
+            if self._curve.seconds_at(tokens, tokens * pairs_per_token) > target_s:
+                return
         change = -_MARGIN_FALL if seconds > target_s else _MARGIN_RISE
-        self._margin = min(max(self._margin + change, _MIN_MARGIN), 1.0)
+        margin = min(max(self._margin(target_s) + change, _MIN_MARGIN), 1.0)
+        self._margins.pop(target_s, None)
+        self._margins[target_s] = margin
+        if len(self._margins) > _MAX_TARGETS:
+            del self._margins[next(iter(self._margins))]
+
+    def _margin(self, target_s: float) -> float:
+        return self._margins.get(target_s, _FIRST_MARGIN)
 
     def prompt_tokens(self, budget_tokens: int) -> int:
         """Return the fewest prompt tokens, at most the budget, whose throughput n / T(n) is at
@@ -79,7 +95,7 @@ class StepCosts:
             return int(self._sizes[-1])
         attention_s = self._curve.slope_s * self._sizes * (context_tokens + self._sizes / 2)
         step_s = self._curve.seconds_at(rows + self._sizes, pairs) + attention_s
-        fitting = np.count_nonzero(step_s <= self._margin * target_s)
+        fitting = np.count_nonzero(step_s <= self._margin(target_s) * target_s)
         return int(self._sizes[fitting - 1]) if fitting else 0
 
     def chunk(self, rows: int, pairs: int, context_tokens: int, target_s: float | None) -> int:

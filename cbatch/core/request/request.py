@@ -297,6 +297,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None  # prefixes are shared only among requests of equal salt
     compile_s: float = 0.0  # processor time to compile its grammar, measured by the validator
     itl_target_s: float | None = None  # target gap between its tokens; None: the scheduler's
+    owner: str | None = None  # owners share the number of compiled grammars
 
     def prompt_array(self) -> np.ndarray:
         """Return the prompt, [tokens] of any integer dtype: its ids may not fit int32 before they

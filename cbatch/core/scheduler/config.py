@@ -52,6 +52,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # throughput. With 1 a chunk may fill the step's budget, and decoding rows wait longer.
     prompt_share: float = PROMPT_SHARE
     itl_target_s: float | None = None  # target gap between tokens of a row; None: no target
+    min_itl_target_s: float = 0.0  # a request's own shorter target is raised to this
 
     def __post_init__(self) -> None:
         checks = (
@@ -86,6 +87,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 self.itl_target_s is None or self.itl_target_s > 0,
                 "give seconds above 0, or leave it out",
             ),
+            ("min_itl_target_s", self.min_itl_target_s >= 0, "give seconds, or leave it out"),
             (
                 "drafter",
                 self.drafter is None or is_chain(self.drafter),

@@ -224,9 +224,10 @@ def advance_draft_kv(table: SlotTable, step: CommittedStep) -> None:
 def _observe_costs(state: SchedulerState, step: CommittedStep, itl_target_s: float | None) -> None:
     costs, sample = state.step_costs, step.sample()
     seconds, tokens = sample.draft_s + sample.target_s, sample.work.target_tokens
-    costs.observe(tokens, step.num_pairs(), seconds, has_prompts=step.has_chunks)
-    if itl_target_s is not None:
-        costs.observe_target(itl_target_s, seconds)
+    pairs = step.num_pairs()
+    costs.observe(tokens, pairs, seconds, has_prompts=step.has_chunks)
+    if itl_target_s is not None and tokens:
+        costs.observe_target(itl_target_s, seconds, len(step.slots), pairs / tokens)
 
 
 # ---- ends ---------------------------------------------------------------------------------------

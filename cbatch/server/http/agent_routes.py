@@ -19,6 +19,7 @@ from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.anthropic_builder import AnthropicBuilder
 from cbatch.server.serving.block_builder import BlockBuilder
+from cbatch.server.serving.open_request import Deadline, ending_at
 from cbatch.server.serving.prompts import PromptReader
 from cbatch.server.serving.responses_builder import ResponsesBuilder
 
@@ -32,12 +33,16 @@ def agent_routes(
         return store.of(record_of(request).key)
 
     def parse_of(request: AnyRequest) -> Parse:
-        return partial(parse_responses, responses=responses_of(request))
+        hold = record_of(request).memory.hold
+        return partial(parse_responses, responses=responses_of(request), hold=hold)
 
     async def count(request: AnyRequest, parse: Parse, kind: type[BlockBuilder]) -> int:
-        (prompt,) = (await completions.read(request, parse)).prompts
+        api_request, record = await completions.read(request, parse), record_of(request)
+        (prompt,) = api_request.prompts
+        deadline = Deadline.of(record.began_s, api_request.timeout_s, limits.timeout_s)
         try:
-            return len(await prompts.ids(prompt))
+            async with ending_at(deadline):
+                return len(await prompts.ids(prompt, record.memory.owner))
         except FieldError as error:
             raise renamed(error, kind.field_names) from error
 
@@ -53,6 +58,7 @@ def agent_routes(
     @get("/v1/responses/{response_id:str}")
     async def stored(request: AnyRequest) -> HttpResponse[bytes]:
         body = responses_of(request).body(request.path_params["response_id"])
+        record_of(request).memory.hold(len(body))
         return HttpResponse(body, media_type=MediaType.JSON)
 
     @delete("/v1/responses/{response_id:str}", status_code=200)

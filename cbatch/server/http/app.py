@@ -19,7 +19,7 @@ from cbatch.server.http.handler import CompletionHandler, event_stream, json_res
 from cbatch.server.http.intake import BodyIntake
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
-from cbatch.server.http.middleware import METRICS_PATH, RequestMiddleware
+from cbatch.server.http.middleware import METRICS_PATH, RequestMiddleware, record_of
 from cbatch.server.http.pages import page_routes
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.openapi import document
@@ -78,7 +78,13 @@ def create_app(
         logging_config=None,  # the program that runs the server configures logs
     )
     return RequestMiddleware(
-        app, keys, metrics, open_metrics=open_metrics, cors_origins=cors_origins, tracer=tracer
+        app,
+        keys,
+        metrics,
+        intake.memory,
+        open_metrics=open_metrics,
+        cors_origins=cors_origins,
+        tracer=tracer,
     )
 
 
@@ -86,10 +92,10 @@ def _model_routes(
     model: ServedModel, intake: BodyIntake, prompts: PromptReader
 ) -> list[HTTPRouteHandler]:
     async def in_worker(
-        request: Request[Any, Any, Any], task: Callable[[bytes], Awaitable[bytes]]
+        request: Request[Any, Any, Any], task: Callable[[bytes, str | None], Awaitable[bytes]]
     ) -> HttpResponse[bytes]:
-        async with intake.body(request) as body:
-            return HttpResponse(await task(body), media_type=MediaType.JSON)
+        content = await task(await intake.body(request), record_of(request).memory.owner)
+        return HttpResponse(content, media_type=MediaType.JSON)
 
     @get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -25,15 +25,22 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.chat_builder import ChatBuilder
-from cbatch.server.serving.open_request import Heartbeat, OpenRequest, merged_outputs
+from cbatch.server.serving.open_request import (
+    Heartbeat,
+    OpenRequest,
+    ending_at,
+    merged_outputs,
+)
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
 from cbatch.server.serving.service import EngineService
+from cbatch.system.shares import NoPlaceError, Places
 
 IGNORED_HEADER = "x-cbatch-ignored-fields"
 DEADLINE_HEADER = "x-envoy-expected-rq-timeout-ms"  # the gateway's timeout, sent by Envoy
 ITL_TARGET_HEADER = "x-slo-itl-ms"  # the client's target for the longest gap between tokens
 # Parsing a longer body could delay every stream, so a thread does it.
 LONG_BODY_BYTES = 32 * 2**10
+PARSER_WAIT_S = 30.0  # longest wait before a long body is parsed
 # A body with one of these may refer to a stored conversation, and be long: a thread parses it too.
 STORED_FIELDS = (b'"previous_response_id"', b'"id"')
 Milliseconds = Annotated[int, Meta(ge=0, le=10**9)]  # 0: no limit
@@ -49,6 +56,8 @@ class CompletionHandler:
 
     def __init__(self, service: EngineService, model: ServedModel, intake: BodyIntake) -> None:
         self._service, self._model, self._intake = service, model, intake
+        # Parsing holds the interpreter lock, so that two threads at once would delay every stream.
+        self._parser = Places(1)
 
     def routes(self) -> list[HTTPRouteHandler]:
         @post("/v1/completions", status_code=200)
@@ -67,7 +76,7 @@ class CompletionHandler:
         record = record_of(request)
         record.generates = True
         try:
-            self._service.queue.require_room()
+            self._service.queue.require_room(owner=record.memory.owner)
             api_request = await self.read(request, parse)
             unique = uuid4().hex if builder_type.new_ids else record.request_id
             record.id = f"{builder_type.id_prefix}{unique}"
@@ -75,9 +84,8 @@ class CompletionHandler:
             api_request = structs.replace(
                 api_request,
                 id=record.id,
-                timeout_s=deadline_s(request, api_request.fields.timeout),
                 itl_target_s=header_s(request, ITL_TARGET_HEADER),
-                key=record.key,
+                owner=record.memory.owner,
                 key_salt=record.key_salt,
             )
             try:
@@ -89,11 +97,24 @@ class CompletionHandler:
             raise
 
     async def read(self, request: AnyRequest, parse: Parse) -> ApiRequest:
-        """Return the parsed body. Raises what `parse` and the intake raise."""
-        async with self._intake.body(request) as body:
-            if len(body) > LONG_BODY_BYTES or any(field in body for field in STORED_FIELDS):
-                return await asyncio.to_thread(parse, body, self._model)
-            return parse(body, self._model)
+        """Return the parsed body, with the call's time limit. Raises what `parse` and the intake
+        raise, and `DeadlineError`."""
+        record, timeout_s = record_of(request), header_s(request, DEADLINE_HEADER)
+        async with ending_at(self._service.deadline(record.began_s, timeout_s)):
+            body = await self._intake.body(request)
+            if len(body) <= LONG_BODY_BYTES and not any(field in body for field in STORED_FIELDS):
+                api_request = parse(body, self._model)
+            else:
+                try:
+                    async with self._parser.place(record.memory.owner, PARSER_WAIT_S):
+                        api_request = await asyncio.to_thread(parse, body, self._model)
+                except NoPlaceError as error:
+                    problem = f"long bodies wait to be parsed; {error}"
+                    raise self._service.queue.overloaded("bodies", problem) from error
+        record.memory.hold(api_request.num_bytes)
+        limits_s = [each for each in (timeout_s, api_request.fields.timeout) if each is not None]
+        timeout_s = min(limits_s, default=None)
+        return structs.replace(api_request, timeout_s=timeout_s, arrived_s=record.began_s)
 
     async def _respond(self, request: AnyRequest, builder: ResponseBuilder[Any]) -> AnyResponse:
         ignored, headers = [*builder.api_request.ignored[:16]], {}
@@ -117,6 +138,7 @@ class CompletionHandler:
             stack.callback(opened.close)
             builder.open(opened)
             opened_requests.append(opened)
+        builder.record.memory.hold(builder.api_request.num_bytes)
         return opened_requests
 
     async def _gather(self, builder: ResponseBuilder[Any]) -> None:
@@ -177,12 +199,6 @@ async def or_disconnect(request: AnyRequest, work: Awaitable[T]) -> T:
 async def _disconnected(request: AnyRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def deadline_s(request: AnyRequest, timeout_s: float | None) -> float | None:
-    """Return the shorter limit of the client and its gateway, in seconds. Raises `FieldError`."""
-    limits_s = (timeout_s, header_s(request, DEADLINE_HEADER))
-    return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
 
 
 def header_s(request: AnyRequest, name: str) -> float | None:

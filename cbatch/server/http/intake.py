@@ -1,4 +1,4 @@
-"""Reading of request bodies, with limits on time, size, and memory of all bodies together."""
+"""Reading of request bodies, with limits on time, size, and memory of all calls together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import gzip
 import re
 import zlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any, cast
 
@@ -17,28 +16,29 @@ from litestar.types import HTTPReceiveMessage
 from cbatch.core.request.errors import FieldError
 from cbatch.server.http.errors import BodyTooLongError, ClientGoneError, MediaTypeError
 from cbatch.server.http.limits import ConnectionLimits
+from cbatch.server.http.middleware import record_of
 from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
+from cbatch.server.serving.admission_queue import CallMemory, MemoryBudget
 
-# Bytes of each body that do not count, so that long bodies cannot block short bodies.
-FREE_BYTES = 2**14
+# What a body holds while it is read and parsed, as a multiple of its bytes.
+PARSED = 2
 _JSON_SUFFIX = re.compile(r"application/[\w.!#$&^-]+\+json")  # RFC 6839
 
 
 class BodyIntake:
-    """Reader of request bodies. `num_bytes` is the counted memory of all bodies being read;
-    `overloaded` returns the error to raise at the limit."""
+    """Reader of request bodies. `memory` is the budget of all calls; `overloaded` returns the error
+    to raise at the limit."""
 
     def __init__(
         self, limits: ConnectionLimits, overloaded: Callable[[str, str], OverloadedError]
     ) -> None:
-        self._limits, self._overloaded = limits, overloaded
-        self.num_bytes = 0
+        self._limits = limits
+        self.memory = MemoryBudget(limits.max_held_bytes, overloaded)
 
-    @asynccontextmanager
-    async def body(self, request: Request[Any, Any, Any]) -> AsyncIterator[bytes]:
-        """Read and decompress a JSON body. Its memory counts until the block ends. Raises
-        `MediaTypeError`, `BodyTimeoutError`, `OverloadedError`, `ClientGoneError`,
-        `BodyTooLongError` or `FieldError`."""
+    async def body(self, request: Request[Any, Any, Any]) -> bytes:
+        """Read and decompress a JSON body, and count its memory. Raises `MediaTypeError`,
+        `BodyTimeoutError`, `OverloadedError`, `ClientGoneError`, `BodyTooLongError` or
+        `FieldError`."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not _JSON_SUFFIX.fullmatch(kind):
             problem = f"{kind!r} is not supported" if kind else "is missing"
@@ -48,22 +48,18 @@ class BodyIntake:
             raise MediaTypeError(
                 "content-encoding", f"{coding!r} is not supported", "send gzip or none"
             )
-        limit_s = self._limits.request_timeout_s
-        part = _BodyPart()
+        limit_s, memory = self._limits.request_timeout_s, record_of(request).memory
         try:
-            try:
-                async with asyncio.timeout(limit_s):
-                    content = await self._read(request, part)
-                    if coding != "identity":  # in a thread, since few bytes can expand to many
-                        content = await asyncio.to_thread(self._decompressed, content)
-                        self._count(part, len(content) - FREE_BYTES)
-            except TimeoutError as error:
-                raise BodyTimeoutError(f"the body took longer than {limit_s:g} s") from error
-            yield content
-        finally:
-            self.num_bytes -= part.num_bytes
+            async with asyncio.timeout(limit_s):
+                content = await self._read(request, memory)
+                if coding != "identity":  # in a thread, since few bytes can expand to many
+                    content = await asyncio.to_thread(self._decompressed, content)
+                    memory.hold(PARSED * len(content))
+        except TimeoutError as error:
+            raise BodyTimeoutError(f"the body took longer than {limit_s:g} s") from error
+        return content
 
-    async def _read(self, request: Request[Any, Any, Any], part: _BodyPart) -> bytes:
+    async def _read(self, request: Request[Any, Any, Any], memory: CallMemory) -> bytes:
         announced = request.headers.get("content-length", "")
         self._require_short(int(announced) if announced.isdecimal() else 0)
         content, more = bytearray(), True
@@ -73,7 +69,7 @@ class BodyIntake:
                 raise ClientGoneError("the client disconnected during its call")
             content += message.get("body", b"")
             self._require_short(len(content))
-            self._count(part, len(content) - FREE_BYTES)
+            memory.hold(PARSED * len(content))
             more = message.get("more_body", False)
         return bytes(content)
 
@@ -90,22 +86,3 @@ class BodyIntake:
         limit = self._limits.max_body_bytes
         if num_bytes > limit:
             raise BodyTooLongError("body", f"has more than {limit} bytes", "send less")
-
-    def _count(self, part: _BodyPart, num_bytes: int) -> None:
-        """Raise the body's counted bytes to `num_bytes`. Raises `OverloadedError`."""
-        more = num_bytes - part.num_bytes
-        if more <= 0:
-            return
-        limit = self._limits.max_reading_bytes
-        if self.num_bytes + more > limit:
-            problem = f"bodies being received take {self.num_bytes} of {limit} bytes"
-            raise self._overloaded("body_bytes", problem)
-        part.num_bytes += more
-        self.num_bytes += more
-
-
-class _BodyPart:
-    """The counted bytes of one body."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0

@@ -24,7 +24,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Limits of connections. Raises `FieldError`. A request's head may take `request_timeout_s`,
     and its body the same time again. A client must read `MIN_READ_BYTES` of a response within
     `request_timeout_s`. Between requests a connection stays open for `keep_alive_s`, longer than
-    proxies keep it. All bodies that are being read share `max_reading_bytes`."""
+    proxies keep it. What all open calls hold is at most about `max_held_bytes`."""
 
     max_connections: Annotated[
         int | None,
@@ -48,7 +48,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         _limits("keep a connection open between calls", "S", name="keep_alive"),
     ] = 75.0
     max_body_bytes: int = 8 * 2**20
-    max_reading_bytes: int = 64 * 2**20
+    max_held_bytes: int = 128 * 2**20
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):

@@ -15,6 +15,7 @@ from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from cbatch.server.http.errors import error_body, formatted, internal_error_body
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
+from cbatch.server.serving.admission_queue import CallMemory, MemoryBudget
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
 from cbatch.server.serving.response_builder import encode
 from cbatch.server.serving.tracing import RequestTracer, TracedRecord
@@ -25,6 +26,9 @@ METRICS_PATH = "/metrics"
 REQUEST_ID = b"x-request-id"
 API_KEY = b"x-api-key"  # where Anthropic's clients send the key
 MAX_ID_CHARS = 128
+# Longer bodies of responses are sent in pieces, each after the client has read most of the last.
+# What a slow client has not read then counts as memory of its call.
+PIECE_BYTES = 2**16
 _RECORD = "cbatch.record"  # the record's key in the ASGI scope
 
 
@@ -45,12 +49,14 @@ class RequestMiddleware:
         app: ASGIApp,
         keys: KeyRing,
         totals: RequestTotals,
+        memory: MemoryBudget,
         *,
         open_metrics: bool,
         cors_origins: Collection[str] = (),
         tracer: RequestTracer | None = None,
     ) -> None:
         self._app, self._keys, self._totals, self._tracer = app, keys, totals, tracer
+        self._memory = memory
         self.reject = totals.reject
         self._origins = frozenset(origin.rstrip("/").lower().encode() for origin in cors_origins)
         self._open_paths = (*OPEN_PATHS, METRICS_PATH) if open_metrics else OPEN_PATHS
@@ -67,13 +73,16 @@ class RequestMiddleware:
         tracer, headers = self._tracer, scope["headers"]
         record = RequestRecord(*args) if tracer is None else TracedRecord(tracer, headers, *args)
         cast(dict[str, Any], scope)[_RECORD] = record
+        memory = record.memory = CallMemory(self._memory)
         cors_headers = self._cors_headers(request_headers.get(b"origin", b""))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [*message["headers"], (REQUEST_ID, request_id), *cors_headers]
-            await send(message)
+                await send(message)
+            else:
+                await _send_body(send, cast(dict[str, Any], message), memory)
 
         try:
             if cors_headers and scope["method"] == "OPTIONS" and _REQUEST_METHOD in request_headers:
@@ -86,6 +95,7 @@ class RequestMiddleware:
                     key = self._keys.find(b"Bearer " + request_headers[API_KEY])
                 if key is not None:
                     record.key, record.key_salt = key.id, key.salt
+                    memory.owner = key.id if len(self._keys) > 1 else None
                 await self._serve_with_key(key, scope, receive, send_with_id)
         except Exception as error:  # not handled by the application
             record.fail(error)
@@ -94,6 +104,7 @@ class RequestMiddleware:
             body = formatted(record.path, 500, internal_error_body(error, record.path))
             await _send_error(send_with_id, 500, body)
         finally:
+            memory.hold(0)
             if scope["path"] not in self._open_paths:
                 record.write()
 
@@ -158,6 +169,19 @@ def _head_only(send: Send) -> Send:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     return send_head
+
+
+async def _send_body(send: Send, message: dict[str, Any], memory: CallMemory) -> None:
+    """Send a part of a body, a long one in pieces."""
+    body = message.get("body", b"")
+    if len(body) <= PIECE_BYTES:
+        await send(cast(Message, message))
+        return
+    with memory.sending(len(body)):
+        for at in range(0, len(body), PIECE_BYTES):
+            more = message.get("more_body", False) or at + PIECE_BYTES < len(body)
+            piece = {"body": body[at : at + PIECE_BYTES], "more_body": more}
+            await send(cast(Message, message | piece))
 
 
 async def _answer_preflight(send: Any, fields: bytes) -> None:

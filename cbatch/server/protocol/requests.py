@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -47,11 +47,11 @@ Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Fields = TypeVar("Fields", bound="RequestFields")
 
 
-class PendingPrompt(NamedTuple):
-    """A prompt that is tokenized only after its place in the queue is reserved. `num_bytes` is a
-    rough upper bound of its tokens. `task` runs in a worker and returns the token ids; `field` is
-    the field that errors name. `constrain` adds the grammar of the text around a structured output
-    to the parameters, by the ids."""
+class PendingPrompt(msgspec.Struct):
+    """A prompt that is tokenized only after its place in the queue is reserved. `num_bytes` is its
+    size, and a rough upper bound of its tokens. `task` runs in a worker and returns the token ids;
+    `field` is the field that errors name. `constrain` adds the grammar of the text around a
+    structured output to the parameters, by the ids."""
 
     num_bytes: int
     model: ServedModel
@@ -62,6 +62,11 @@ class PendingPrompt(NamedTuple):
     def make(self) -> tuple[int, ...]:
         """Run the task in this process."""
         return self.task(self.model)
+
+    def drop(self) -> None:
+        """Drop the task, which holds the whole body."""
+        self.num_bytes = 0
+        del self.task
 
 
 AnyPrompt = Prompt | PendingPrompt
@@ -171,7 +176,7 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request of either API. `ignored` are the names of unknown fields. The HTTP handler
-    sets `id`, `timeout_s`, `itl_target_s`, `key` and `key_salt`."""
+    sets `id`, `timeout_s`, `arrived_s`, `itl_target_s`, `owner` and `key_salt`."""
 
     prompts: tuple[AnyPrompt, ...]
     params: SamplingParams
@@ -179,8 +184,9 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
     id: str = ""  # the id of the response, which is the only id that a client sees
     timeout_s: float | None = None  # for the whole request, in addition to the server's limit
+    arrived_s: float | None = None  # by `time.monotonic`; None: when it is submitted
     itl_target_s: float | None = None  # target for the longest gap between tokens
-    key: str | None = None  # id of the API key; limits how many grammars it has validated at once
+    owner: str | None = None  # one of several API keys, which share what is scarce
     key_salt: str | None = None  # of the API key, for the prefix cache
     echo: bool = False
     prompt_only: bool = False  # `max_tokens` is 0: the one generated token is not shown
@@ -189,6 +195,12 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     mark_ids: frozenset[int] | None = None  # special tokens in the marks of `reply`
     include_reasoning: bool = True
     origin: msgspec.Struct | None = None  # what the builder of another API's response needs
+    origin_bytes: int = 0  # what `origin` and its events hold
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate bytes that the request holds now."""
+        return self.origin_bytes + sum(map(max_prompt_tokens, self.prompts))
 
     @property
     def cache_salt(self) -> str | None:
@@ -223,7 +235,7 @@ def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
     return ApiRequest(
         prompts=prompts,
         params=params,
-        fields=fields,
+        fields=msgspec.structs.replace(fields, prompt=None),
         ignored=unknown,
         echo=fields.echo,
         prompt_only=prompt_only,
@@ -259,7 +271,7 @@ def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
     return ApiRequest(
         prompts=(PendingPrompt(len(body), model, ids, "messages", constrain),),
         params=params,
-        fields=fields,
+        fields=msgspec.structs.replace(fields, messages=None, tools=[]),
         ignored=ignored,
         grammar_field=grammar_field,
         reply=None if reply.is_text else reply,

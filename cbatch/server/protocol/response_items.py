@@ -77,18 +77,17 @@ class InputItem(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return self.type or ("item_reference" if is_reference else "message")
 
 
-def resolved(items: list[InputItem], responses: KeyResponses) -> Iterator[InputItem]:
-    """Yield the items, with stored items in place of references. Raises `FieldError`."""
-    num_bytes = 0
-    for at, item in enumerate(items):
-        if item.kind == "item_reference":
-            stored = responses.item(item.id or "", f"input[{at}].id")
-            num_bytes += len(stored)
-            if num_bytes > MAX_CONVERSATION_BYTES:
-                limit = f"refer to items of <= {MAX_CONVERSATION_BYTES} bytes"
-                raise FieldError("input", "refers to too long items", limit)
-            item = msgspec.json.decode(stored, type=InputItem)
-        yield item
+def stored(items: list[InputItem], responses: KeyResponses) -> dict[int, bytes]:
+    """Return the stored items that references name, in JSON, by place. Raises `FieldError`."""
+    texts = {
+        at: responses.item(item.id or "", f"input[{at}].id")
+        for at, item in enumerate(items)
+        if item.kind == "item_reference"
+    }
+    if sum(map(len, texts.values())) > MAX_CONVERSATION_BYTES:
+        limit = f"refer to items of <= {MAX_CONVERSATION_BYTES} bytes"
+        raise FieldError("input", "refers to too long items", limit)
+    return texts
 
 
 def functions(

@@ -4,7 +4,7 @@ response: the items of that conversation then come before its own."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -38,6 +38,12 @@ REFUSED_FIELDS = translation.REFUSED | {
     "prompt": Missing("a stored prompt", remedy="use instructions and input"),
     "truncation": Missing("truncation of the input", "disabled"),
 }
+# Members of a request that its response repeats, with their defaults.
+REPEATED: dict[str, Any] = {"metadata": {}, "parallel_tool_calls": True, "store": True}
+REPEATED |= {"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
+REPEATED |= {"reasoning": {"effort": None, "summary": None}}
+REPEATED |= dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "user"))
+_COPIES = 3  # of the repeated members that a call holds at once: its own, and two events
 ENCRYPTED = "reasoning.encrypted_content"  # the only member of `include` that is supported
 
 
@@ -91,9 +97,9 @@ class ResponsesFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesCall(msgspec.Struct, frozen=True):
-    """A request for the builder of its response: `fields`, all members as `sent`, and its `tools`.
-    `items` are those of the conversation in JSON, `named_items` its own by id. The store is None if
-    the response is not kept."""
+    """A request for the builder of its response: `fields` without the input, the members to repeat
+    as `sent`, and its `tools`. `items` are those of the conversation in JSON, `named_items` its own
+    by id. The store is None if the response is not kept."""
 
     fields: ResponsesFields
     sent: dict[str, Any]
@@ -103,8 +109,14 @@ class ResponsesCall(msgspec.Struct, frozen=True):
     responses: KeyResponses | None
 
 
-def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) -> ApiRequest:
-    """Return the checked request. Raises `FieldError` naming the field."""
+def parse_responses(
+    body: bytes,
+    model: ServedModel,
+    responses: KeyResponses,
+    hold: Callable[[int], None] = lambda _: None,
+) -> ApiRequest:
+    """Return the checked request. Raises `FieldError` naming the field. `hold` counts the bytes
+    that parsing takes, before they are used."""
     read = translation.read_body(body, ResponsesFields, REFUSED_FIELDS, model)
     fields = read.fields
     for name in fields.include:
@@ -119,7 +131,11 @@ def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) ->
     before: Sequence[bytes] = ()
     if fields.previous_response_id is not None:
         before = responses.items(fields.previous_response_id)
-    new = list(response_items.resolved(new, responses))
+    stored = response_items.stored(new, responses)
+    if before or stored:
+        hold(_COPIES * (len(body) + sum(map(len, (*before, *stored.values())))))
+    for at, text in stored.items():
+        new[at] = msgspec.json.decode(text, type=InputItem)
     contents = (each for item in new for each in (item.content, item.output, item.summary))
     translation.require_parts("input", itertools.chain((list(before), new), contents), model)
     earlier = [msgspec.json.decode(item, type=InputItem) for item in before]
@@ -140,10 +156,14 @@ def parse_responses(body: bytes, model: ServedModel, responses: KeyResponses) ->
         "parallel_tool_calls": fields.parallel_tool_calls,
         "tools": tools or None,
     }
-    texts = [msgspec.json.encode(item) for item in new]
-    named = {item.id: text for item, text in zip(new, texts, strict=True) if item.id}
     offered = [*fields.tools, *(t for item in items for t in response_items.brought_tools(item))]
+    texts = [msgspec.json.encode(item) for item in new] if fields.store else []
+    named = {item.id: text for item, text in zip(new, texts, strict=False) if item.id}
+    kept = (*before, *texts) if fields.store else ()
+    sent = {name: read.sent[name] for name in REPEATED if name in read.sent}
     store = responses if fields.store else None
-    call = ResponsesCall(fields, read.sent, offered, (*before, *texts), named, store)
+    call = ResponsesCall(structs.replace(fields, input=None), sent, offered, kept, named, store)
     ignored = itertools.chain(skipped, read.ignored())
-    return translation.chat_request(chat, model, RESPONSES_NAMES, ignored, call)
+    request = translation.chat_request(chat, model, RESPONSES_NAMES, ignored, call)
+    num_bytes = _COPIES * len(msgspec.json.encode(sent)) + sum(map(len, kept))
+    return structs.replace(request, origin_bytes=num_bytes)

@@ -1,5 +1,5 @@
-"""The admission queue, bounded in requests and prompt tokens. A place is reserved before a prompt
-is tokenized.
+"""The admission queue, bounded in requests and prompt tokens, and the memory of open calls. A place
+is reserved before a prompt is tokenized.
 
 Checking first and counting later would let a burst exceed the bounds, so `reserve` does both.
 """
@@ -7,8 +7,10 @@ Checking first and counting later would let a burst exceed the bounds, so `reser
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated
 
@@ -18,9 +20,12 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.engine.core import EngineMetrics
 from cbatch.server.protocol.errors import OverloadedError
+from cbatch.system.shares import SharedLimit
 
 _limits = partial(knob, "limits")
 MAX_RETRY_AFTER_S = 60
+# Bytes of each call that do not count, so that long calls cannot block short calls.
+FREE_BYTES = 2**14
 _NUM_DEPARTURES = 64  # times of the last departures from the queue, kept to estimate Retry-After
 
 
@@ -100,7 +105,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class AdmissionQueue:
     """Counts of queued requests and prompt tokens, and of rejections so far by reason. Each
-    `OpenRequest` subtracts its own reservation when it leaves the queue."""
+    `OpenRequest` subtracts its own reservation when it leaves the queue. `pending_tokens` are those
+    of prompts that are being tokenized: upper bounds, of which none may ever reach the engine."""
 
     def __init__(
         self,
@@ -110,52 +116,58 @@ class AdmissionQueue:
     ) -> None:
         """`stats` returns the engine's latest statistics."""
         self._limits, self._clock, self._stats = limits, clock, stats
-        self.num_requests = 0
-        self.num_prompt_tokens = 0
+        self._requests = SharedLimit(limits.max_queued_requests, "requests")
+        self._tokens = SharedLimit(limits.max_queued_prompt_tokens, "prompt tokens")
+        self.pending_tokens = 0
         self.rejections: dict[str, int] = {}
         self._departures_s: deque[float] = deque(maxlen=_NUM_DEPARTURES)
 
-    def reserve(self, num_requests: int, prompt_tokens: int) -> None:
+    @property
+    def num_requests(self) -> int:
+        return self._requests.total
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._tokens.total
+
+    def reserve(self, num_requests: int, prompt_tokens: int, owner: str | None = None) -> None:
         """Count the choices and tokens of a prompt, if allowed. Raises `OverloadedError`."""
-        self._require(num_requests, prompt_tokens)
-        self.num_requests += num_requests
-        self.num_prompt_tokens += prompt_tokens
+        self.require_room(num_requests, prompt_tokens, owner)
+        self.add(num_requests, prompt_tokens, owner)
+
+    def add(self, num_requests: int, prompt_tokens: int, owner: str | None) -> None:
+        """Change the counts."""
+        self._requests.add(num_requests, owner)
+        self._tokens.add(prompt_tokens, owner)
 
     def estimated_prefill_s(self) -> float:
-        """Return the estimated seconds to compute all prompts received so far, ignoring prefix
+        """Return the estimated seconds to compute all prompts tokenized so far, ignoring prefix
         cache hits; 0 while the time per token is unknown."""
         stats = self._stats()
         if stats is None:
             return 0.0
-        return (self.num_prompt_tokens + stats.remaining_prompt_tokens) * stats.prompt_token_s
+        queued_tokens = self.num_prompt_tokens - self.pending_tokens
+        return (queued_tokens + stats.remaining_prompt_tokens) * stats.prompt_token_s
 
     def require_in_time(self) -> None:
-        """Raise `OverloadedError` if the prompts received so far, including the newest, cannot be
+        """Raise `OverloadedError` if the prompts tokenized so far, including the newest, cannot be
         computed within `ttft_target_s`."""
         target_s, needed_s = self._limits.ttft_target_s, self.estimated_prefill_s()
         if target_s is not None and needed_s > target_s:
             problem = f"the prompt would be computed in {needed_s:.2g} s, later than {target_s:g} s"
             raise self.overloaded("ttft_target", problem, math.ceil(needed_s - target_s))
 
-    def require_room(self) -> None:
-        """Raise `OverloadedError` if even the shortest request would be rejected."""
-        self._require(1, 1)
-
-    def _require(self, num_requests: int, prompt_tokens: int) -> None:
-        limits = self._limits
+    def require_room(
+        self, num_requests: int = 1, prompt_tokens: int = 1, owner: str | None = None
+    ) -> None:
+        """Raise `OverloadedError` if this, at least the shortest request, would be rejected."""
         if self.num_requests:
-            for queued, more, limit, unit in (
-                (self.num_requests, num_requests, limits.max_queued_requests, "requests"),
-                (
-                    self.num_prompt_tokens,
-                    prompt_tokens,
-                    limits.max_queued_prompt_tokens,
-                    "prompt tokens",
-                ),
-            ):
-                if queued + more > limit:
-                    reason = f"queued {unit}".replace(" ", "_")
-                    raise self.overloaded(reason, f"the queue is full: {queued} of {limit} {unit}")
+            kinds = (self._requests, num_requests), (self._tokens, prompt_tokens)
+            for shared, more in kinds:
+                problem = shared.problem(more, owner)
+                if problem is not None:
+                    reason = f"queued_{shared.unit}".replace(" ", "_")
+                    raise self.overloaded(reason, f"the queue is full: {problem}")
 
     def overloaded(
         self, reason: str, problem: str, retry_after_s: int | None = None
@@ -175,3 +187,47 @@ class AdmissionQueue:
             return 1
         interval_s = (self._clock() - times[0]) / (len(times) - 1)
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(interval_s * self.num_requests)))
+
+
+class MemoryBudget:
+    """The limit of the memory of all open calls. `overloaded` returns the error to raise there."""
+
+    def __init__(self, limit: int, overloaded: Callable[[str, str], OverloadedError]) -> None:
+        self.limit, self.overloaded = SharedLimit(limit, "bytes"), overloaded
+        self.lock = threading.Lock()  # long bodies are parsed in threads
+
+    @property
+    def num_bytes(self) -> int:
+        return self.limit.total
+
+
+class CallMemory:
+    """The bytes that one call holds, from the first byte of its body to the last byte of its
+    response. `owner` is one of several API keys."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget, self._num_bytes = budget, 0
+        self.owner: str | None = None
+
+    def hold(self, num_bytes: int) -> None:
+        """Count `num_bytes` instead of the earlier number. Raises `OverloadedError` if they are
+        more, and do not fit."""
+        budget, more = self._budget, max(num_bytes - FREE_BYTES, 0) - self._num_bytes
+        with budget.lock:
+            problem = budget.limit.problem(more, self.owner) if more > 0 else None
+            if problem is None:
+                budget.limit.add(more, self.owner)
+                self._num_bytes += more
+        if problem is not None:
+            raise budget.overloaded("call_bytes", f"open calls hold {problem}")
+
+    @contextmanager
+    def sending(self, num_bytes: int) -> Iterator[None]:
+        """Count bytes that wait for a client until the block ends; they cannot be refused."""
+        with self._budget.lock:
+            self._budget.limit.add(num_bytes, self.owner)
+        try:
+            yield
+        finally:
+            with self._budget.lock:
+                self._budget.limit.add(-num_bytes, self.owner)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -22,12 +23,49 @@ from cbatch.server.protocol.errors import (
     SlowReaderError,
 )
 from cbatch.server.protocol.requests import ApiRequest
-from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from cbatch.server.serving.admission_queue import AdmissionQueue
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice
 from cbatch.text.outputs import Output
 
 MIN_UNREAD_TOKENS = 64  # lower bound of `max_unread_tokens` per choice
+
+
+class Deadline(NamedTuple):
+    """The time when a call must be done, by `time.monotonic`, and the error that then ends it. It
+    counts from the call's arrival, wherever the call waits."""
+
+    at_s: float
+    error: ServiceError
+
+    @classmethod
+    def of(
+        cls, arrived_s: float, client_s: float | None, server_s: float | None
+    ) -> Deadline | None:
+        """Return the deadline by the shorter limit, those of the client and of the server."""
+        kinds = ((client_s, ClientDeadlineError), (server_s, DeadlineError))
+        limits = [(limit_s, kind) for limit_s, kind in kinds if limit_s is not None]
+        if not limits:
+            return None
+        limit_s, kind = min(limits, key=lambda limit: limit[0])
+        return cls(arrived_s + limit_s, kind(f"the request's time of {limit_s:g} s is over"))
+
+    @property
+    def remaining_s(self) -> float:
+        return self.at_s - time.monotonic()
+
+
+@asynccontextmanager
+async def ending_at(deadline: Deadline | None) -> AsyncIterator[None]:
+    """End the block at the deadline, with its error."""
+    limit = asyncio.timeout(None if deadline is None else deadline.remaining_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if deadline is None or not limit.expired():
+            raise
+        raise deadline.error from None
 
 
 class OpenRequest:
@@ -41,14 +79,14 @@ class OpenRequest:
 
     request: Request
 
-    def __init__(self, queue: AdmissionQueue, num_choices: int) -> None:
-        self.num_choices = num_choices
+    def __init__(self, queue: AdmissionQueue, num_choices: int, owner: str | None = None) -> None:
+        self.num_choices, self._owner = num_choices, owner
         self.unread_tokens = 0
         self.admitted_s: float | None = None  # `time.monotonic` when the first choice got a slot
         self.cached_tokens = 0  # prompt tokens that the first choice had in the prefix cache
         self.resources = ExitStack()
         self._queue = queue
-        self._queued_choices = self._queued_tokens = 0
+        self._queued_choices = self._queued_tokens = self._pending_tokens = 0
         self._queue_timer: asyncio.TimerHandle | None = None
         self._running: dict[ServedChoice, None] = {}
         self._over = False
@@ -61,31 +99,31 @@ class OpenRequest:
 
     def enqueue(self, prompt_tokens: int) -> None:
         """Reserve a place in the queue for `prompt_tokens` at most. Raises `OverloadedError`."""
-        self._queue.reserve(self.num_choices, prompt_tokens)
-        self._queued_choices, self._queued_tokens = self.num_choices, prompt_tokens
+        self._queue.reserve(self.num_choices, prompt_tokens, self._owner)
+        self._queue.pending_tokens += prompt_tokens
+        self._queued_choices = self.num_choices
+        self._queued_tokens = self._pending_tokens = prompt_tokens
         self.resources.callback(self._leave_queue)
 
     def set_prompt_tokens(self, prompt_tokens: int) -> None:
-        """Change the number of reserved prompt tokens."""
-        self._queue.num_prompt_tokens += prompt_tokens - self._queued_tokens
-        self._queued_tokens = prompt_tokens
+        """Change the number of reserved prompt tokens to the true one, or to 0."""
+        self._queue.add(0, prompt_tokens - self._queued_tokens, self._owner)
+        self._queue.pending_tokens -= self._pending_tokens
+        self._queued_tokens, self._pending_tokens = prompt_tokens, 0
 
-    def set_deadlines(self, limits: Limits, timeout_s: float | None) -> None:
-        """Start the timers. `timeout_s` is the client's limit; the shorter limit counts."""
+    def set_deadlines(self, queue_timeout_s: float | None, deadline: Deadline | None) -> None:
+        """Start the timers of the queue, from now, and of the whole call."""
         loop = asyncio.get_running_loop()
-        if limits.queue_timeout_s is not None:
-            message = f"no slot became free within {limits.queue_timeout_s:g} s"
+        if queue_timeout_s is not None:
+            message = f"no slot became free within {queue_timeout_s:g} s"
             self._queue_timer = loop.call_later(
-                limits.queue_timeout_s,
+                queue_timeout_s,
                 lambda: self.abort(self._queue.overloaded("queue_timeout", message)),
             )
             self.resources.callback(self._queue_timer.cancel)
-        kinds = ((timeout_s, ClientDeadlineError), (limits.timeout_s, DeadlineError))
-        deadlines = [(seconds, kind) for seconds, kind in kinds if seconds is not None]
-        if deadlines:
-            limit_s, kind = min(deadlines, key=lambda deadline: deadline[0])
-            error = kind(f"the request's time of {limit_s:g} s is over")
-            self.resources.callback(loop.call_later(limit_s, self.abort, error).cancel)
+        if deadline is not None:
+            timer = loop.call_later(deadline.remaining_s, self.abort, deadline.error)
+            self.resources.callback(timer.cancel)
 
     def begin(
         self,
@@ -121,7 +159,7 @@ class OpenRequest:
             self.cached_tokens = cached_tokens
         self.set_prompt_tokens(0)
         self._queued_choices -= 1
-        self._queue.num_requests -= 1
+        self._queue.add(-1, 0, self._owner)
         self._queue.record_departure()
         if self._queue_timer is not None:
             self._queue_timer.cancel()
@@ -154,7 +192,7 @@ class OpenRequest:
 
     def _leave_queue(self) -> None:
         self.set_prompt_tokens(0)
-        self._queue.num_requests -= self._queued_choices
+        self._queue.add(-self._queued_choices, 0, self._owner)
         self._queued_choices = 0
 
     # ---- outputs ------------------------------------------------------------------------------

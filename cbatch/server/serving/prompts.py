@@ -4,7 +4,6 @@ requests do not wait. Workers also tokenize long texts."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,13 +17,14 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, text_ids
 from cbatch.server.protocol.texts import detokenize, tokenize
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
+from cbatch.system.shares import NoPlaceError, Places
 from cbatch.text.output_processor import token_ids
-from cbatch.workers import PoolClosedError, TaskLimits, WorkerDiedError, WorkerPool
+from cbatch.workers import NoWorkerError, TaskLimits, WorkerDiedError, WorkerPool
 
 SHORT_BYTES = 10_000  # a longer text is tokenized in a worker, by a slow task
 QUICK_CPU_S = 0.25  # processor time after which a quick task is started again as a slow task
 MAX_QUICK = MAX_SLOW = 2  # concurrent tasks of each kind
-WAIT_S = 30.0  # longest wait before a slow task may run
+WAIT_S = 30.0  # longest wait before a task may run
 T = TypeVar("T")
 _logger = logging.getLogger("cbatch")
 
@@ -52,55 +52,52 @@ class PromptReader:
     ) -> None:
         self._model, self._workers, self._queue = model, workers, queue
         self._limits = TaskLimits(limits.prompt_timeout_s, limits.prompt_memory_bytes, aside=True)
-        self._quick, self._slow = asyncio.Semaphore(MAX_QUICK), asyncio.Semaphore(MAX_SLOW)
+        self._quick, self._slow = Places(MAX_QUICK), Places(MAX_SLOW)
 
-    async def ids(self, prompt: AnyPrompt) -> tuple[int, ...]:
-        """Return the token ids of a prompt. Raises `FieldError`, `OverloadedError`."""
+    async def ids(self, prompt: AnyPrompt, owner: str | None) -> tuple[int, ...]:
+        """Return the token ids of a prompt of `owner`. Raises as `run` does."""
         if isinstance(prompt, str):
             tokenizer = self._model.tokenizer
             if len(prompt) <= SHORT_BYTES and not tokenizer.has_patterns:
                 return token_ids(prompt, tokenizer)
-            return await self.run(partial(text_ids, prompt), len(prompt), "prompt")
+            return await self.run(partial(text_ids, prompt), len(prompt), "prompt", owner)
         if isinstance(prompt, PendingPrompt):
-            return await self.run(prompt.task, prompt.num_bytes, prompt.field)
+            try:
+                return await self.run(prompt.task, prompt.num_bytes, prompt.field, owner)
+            finally:
+                prompt.drop()
         return token_ids(prompt, None)
 
-    async def tokenize(self, body: bytes) -> bytes:
+    async def tokenize(self, body: bytes, owner: str | None) -> bytes:
         """Return the response body for a request body. Raises as `run` does."""
-        return await self.run(partial(tokenize, body), len(body), "prompt")
+        return await self.run(partial(tokenize, body), len(body), "prompt", owner)
 
-    async def detokenize(self, body: bytes) -> bytes:
+    async def detokenize(self, body: bytes, owner: str | None) -> bytes:
         """Return the response body for a request body. Raises as `run` does."""
-        return await self.run(partial(detokenize, body), len(body), "tokens")
+        return await self.run(partial(detokenize, body), len(body), "tokens", owner)
 
-    async def run(self, task: Callable[[ServedModel], T], num_bytes: int, field: str) -> T:
-        """Run `task` on the model in a worker, and return its result. `num_bytes` is the size of
-        its input, `field` the input's field in the request. Raises what `task` raises, `FieldError`
-        if the task exceeds the limits on time or memory, and `ServiceError`."""
+    async def run(
+        self, task: Callable[[ServedModel], T], num_bytes: int, field: str, owner: str | None
+    ) -> T:
+        """Run `task` on the model in a worker, and return its result. Owners take turns.
+        `num_bytes` is the size of its input, `field` the input's field in the request. Raises what
+        `task` raises, `FieldError` if the task exceeds the limits on time or memory, and
+        `ServiceError`."""
         try:
             if num_bytes <= SHORT_BYTES:
                 cpu_s = min(QUICK_CPU_S, self._limits.cpu_s)
                 quick = self._limits._replace(cpu_s=cpu_s, aside=False)
-                async with self._quick:
+                async with self._quick.place(owner, WAIT_S):
                     with suppress(WorkerDiedError):
                         return await self._workers.run(partial(on_model, task), quick)
-            await self._acquire_slow()
-            try:
+            async with self._slow.place(owner, WAIT_S):
                 return await self._workers.run(partial(on_model, task), self._limits)
-            finally:
-                self._slow.release()
+        except NoPlaceError as error:
+            raise self._queue.overloaded("prompts", f"prompts wait for workers; {error}") from error
         except WorkerDiedError as error:
             raise self._limit_error(field, error) from error
-        except PoolClosedError as error:
-            raise ServiceDownError("the server is stopping") from error
-
-    async def _acquire_slow(self) -> None:
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await self._slow.acquire()
-        except TimeoutError as error:
-            message = f"all workers for slow prompts have been busy for {WAIT_S:g} s"
-            raise self._queue.overloaded("prompts", message) from error
+        except NoWorkerError as error:
+            raise ServiceDownError(str(error), 1) from error
 
     def _limit_error(self, field: str, error: WorkerDiedError) -> FieldError:
         limit = f"{self._limits.memory_bytes >> 20} MiB"

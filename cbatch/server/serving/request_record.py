@@ -12,6 +12,7 @@ from typing import Any
 
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
+from cbatch.server.serving.admission_queue import CallMemory
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.system.logs import fields
 from cbatch.text.outputs import Output
@@ -119,10 +120,13 @@ class SequenceTimes:
 
 class RequestRecord:
     """Record of one HTTP request, for its log line, its metrics and the totals. `status` is None
-    until a response begins; `generates` is true for routes that generate tokens."""
+    until a response begins; `generates` is true for routes that generate tokens. `memory` is what
+    the call holds."""
+
+    memory: CallMemory
 
     def __init__(self, totals: RequestTotals, method: str, path: str, request_id: str) -> None:
-        self._totals, self._began_s = totals, time.monotonic()
+        self._totals, self.began_s = totals, time.monotonic()
         self._method, self.path, self.request_id = method, path[:MAX_PATH_CHARS], request_id
         self.status: int | None = None
         self.key: str | None = None  # id of the API key
@@ -166,10 +170,10 @@ class RequestRecord:
             else:
                 self._sequences.append(sequence)
                 sequence.first_s = now_s
-                totals.first_token_s.observe(now_s - self._began_s)
+                totals.first_token_s.observe(now_s - self.began_s)
                 if admitted_s is not None:
                     sequence.admitted_s = admitted_s
-                    totals.queue_s.observe(admitted_s - self._began_s)
+                    totals.queue_s.observe(admitted_s - self.began_s)
                     totals.prefill_s.observe(now_s - admitted_s)
             sequence.last_s = now_s
             sequence.num_tokens += num_new
@@ -191,7 +195,7 @@ class RequestRecord:
         first_s = min(times.first_s for times in self._sequences)
         last_s = max(times.last_s for times in self._sequences)
         return CallMetrics(
-            (first_s - self._began_s) * 1e3, (last_s - first_s) * 1e3, self._drafting.report()
+            (first_s - self.began_s) * 1e3, (last_s - first_s) * 1e3, self._drafting.report()
         )
 
     def write(self) -> None:
@@ -207,7 +211,7 @@ class RequestRecord:
             "status": status,
             "key": self.key and self.key[:SHOWN_KEY_CHARS],
             "stream": self.streamed,
-            "e2e_s": round(time.monotonic() - self._began_s, 4),
+            "e2e_s": round(time.monotonic() - self.began_s, 4),
         }
         if self.generates:
             drafted = self._drafting.drafted_tokens
@@ -216,7 +220,7 @@ class RequestRecord:
             line |= {
                 "prompt_tokens": self._prompt_tokens,
                 "output_tokens": sum(times.num_tokens for times in self._sequences),
-                "ttft_s": None if first_s is None else round(first_s - self._began_s, 4),
+                "ttft_s": None if first_s is None else round(first_s - self.began_s, 4),
                 "acceptance": round(accepted / drafted, 4) if drafted else None,
                 "finish_reason": ",".join(self._reasons) or None,
             }
@@ -229,7 +233,7 @@ class RequestRecord:
         totals.endings[reason] = totals.endings.get(reason, 0) + 1
         totals.generation.observe(tokens)
         if tokens:
-            totals.e2e_s.observe(sequence.last_s - self._began_s)
+            totals.e2e_s.observe(sequence.last_s - self.began_s)
             totals.decode_s.observe(sequence.last_s - sequence.first_s)
             if sequence.admitted_s is not None:
                 totals.inference_s.observe(sequence.last_s - sequence.admitted_s)

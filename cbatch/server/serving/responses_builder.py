@@ -10,7 +10,12 @@ from msgspec import to_builtins
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.protocol.response_items import encrypted, qualified
-from cbatch.server.protocol.responses_request import ENCRYPTED, RESPONSES_NAMES, ResponsesCall
+from cbatch.server.protocol.responses_request import (
+    ENCRYPTED,
+    REPEATED,
+    RESPONSES_NAMES,
+    ResponsesCall,
+)
 from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_event
 from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.response_builder import encode
@@ -21,13 +26,9 @@ _KINDS = {
     "text": ("msg", "output_text"),
     "call": ("fc", "function_call_arguments"),
 }
-# Members of every response, and those that repeat the request's, with their defaults.
+# Members of every response, with their defaults.
 _FIXED = {"object": "response", "background": False, "truncation": "disabled", "output": []}
 _FIXED |= dict.fromkeys(("error", "incomplete_details", "usage"))
-_REPEATED: dict[str, Any] = {"metadata": {}, "parallel_tool_calls": True, "store": True}
-_REPEATED |= {"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
-_REPEATED |= {"reasoning": {"effort": None, "summary": None}}
-_REPEATED |= dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "user"))
 
 
 class ResponsesBuilder(BlockBuilder):
@@ -154,7 +155,7 @@ class ResponsesBuilder(BlockBuilder):
             "model": self._model.name,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            **{name: sent.get(name, default) for name, default in _REPEATED.items()},
+            **{name: sent.get(name, default) for name, default in REPEATED.items()},
         }
 
     def _counts(self) -> dict[str, Any]:

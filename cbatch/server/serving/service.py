@@ -31,11 +31,11 @@ from cbatch.server.protocol.requests import (
     max_prompt_tokens,
 )
 from cbatch.server.serving.admission_queue import MAX_RETRY_AFTER_S, AdmissionQueue, Limits
-from cbatch.server.serving.open_request import OpenRequest
+from cbatch.server.serving.open_request import Deadline, OpenRequest, ending_at
 from cbatch.server.serving.prompts import PromptReader, WorkerState
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import Seeds, require_supported
-from cbatch.workers import PoolClosedError, WorkerPool
+from cbatch.workers import NoWorkerError, WorkerPool
 
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
@@ -236,22 +236,34 @@ class EngineService:
     async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
         """Queue the choices of each prompt, and yield its `OpenRequest`, which the caller closes.
         Raises `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt not queued."""
+        deadline = self.deadline(api_request.arrived_s or time.monotonic(), api_request.timeout_s)
         for prompt in api_request.prompts:
-            opened = OpenRequest(self.queue, api_request.params.n)
+            opened = OpenRequest(self.queue, api_request.params.n, api_request.owner)
             with ExitStack() as on_failure:
                 on_failure.push(opened.resources)  # frees what `opened` has acquired
-                await self._open(opened, api_request, prompt)
+                async with ending_at(deadline):
+                    await self._open(opened, api_request, prompt, deadline)
                 on_failure.pop_all()
             yield opened
 
-    async def _open(self, opened: OpenRequest, api_request: ApiRequest, prompt: AnyPrompt) -> None:
+    def deadline(self, arrived_s: float, timeout_s: float | None) -> Deadline | None:
+        """Return the deadline by a call's own limit, or by the server's, if that is shorter."""
+        return Deadline.of(arrived_s, timeout_s, self.limits.timeout_s)
+
+    async def _open(
+        self,
+        opened: OpenRequest,
+        api_request: ApiRequest,
+        prompt: AnyPrompt,
+        deadline: Deadline | None,
+    ) -> None:
         engine, prompts = self._require_engine(), self._prompts
         assert prompts is not None, "call open first"
         self._count_open(opened.resources)
         if self._warming is not None and asyncio.current_task() is not self._warming:
             await asyncio.wait({self._warming})
         opened.enqueue(min(max_prompt_tokens(prompt), engine.config.max_sequence_tokens))
-        ids = await prompts.ids(prompt)
+        ids = await prompts.ids(prompt, api_request.owner)
         params = api_request.params
         if isinstance(prompt, PendingPrompt) and prompt.constrain is not None:
             params = prompt.constrain(params, ids)
@@ -262,7 +274,7 @@ class EngineService:
         self.queue.require_in_time()
         self._submitted[opened] = None
         opened.resources.callback(self._submitted.pop, opened)
-        opened.set_deadlines(self.limits, api_request.timeout_s)
+        opened.set_deadlines(self.limits.queue_timeout_s, deadline)
         unread_share = self.limits.max_unread_tokens // len(api_request.prompts)
         opened.begin(request, api_request, self._client, self._tokenizer, unread_share)
 
@@ -296,6 +308,7 @@ class EngineService:
             priority=api_request.fields.priority,
             cache_salt=api_request.cache_salt,
             itl_target_s=api_request.itl_target_s,
+            owner=api_request.owner,
         )
         require_supported(request, drafters=engine.drafters, has_text=self._tokenizer is not None)
         engine.config.check_request(request)
@@ -310,12 +323,15 @@ class EngineService:
             raise grammars_unsupported(field)
         try:
             grammar = await self._grammars.check(
-                params.structured_outputs, num_choices=params.n, field=field, owner=api_request.key
+                params.structured_outputs,
+                num_choices=params.n,
+                field=field,
+                owner=api_request.owner,
             )
         except GrammarsBusyError as error:
             raise self.queue.overloaded("grammars", str(error)) from error
-        except PoolClosedError as error:
-            raise ServiceDownError(_STOPPING) from error
+        except NoWorkerError as error:
+            raise ServiceDownError(str(error), 1) from error
         params = structs.replace(params, structured_outputs=grammar.spec)
         return structs.replace(request, params=params, compile_s=grammar.compile_s)
 

@@ -138,7 +138,7 @@ class TracedRecord(RequestRecord):
     def spans(self, model: str, end_s: float) -> list[SpanData]:
         """Return the span of a request that ends at `end_s`, then those of the parts it reached. A
         part ends when the first choice leaves it, but `decode` with the last choice."""
-        began_s, params = self._began_s, [each.request.params for each in self._prompts[:1]]
+        began_s, params = self.began_s, [each.request.params for each in self._prompts[:1]]
         slots_s = [max(began_s, each.admitted_s) for each in self._prompts if each.admitted_s]
         first_s = min((each.first_s for each in self._sequences), default=None)
         last_s = max((each.last_s for each in self._sequences), default=None)
