@@ -357,7 +357,7 @@ def test_templates_get_tools_and_earlier_calls() -> None:
 
     assert prompt() == f"<weather><now>[{PROMPT}][]weather=Rome[warm]"
     assert prompt(tool_choice="none") == f"[{PROMPT}][]weather=Rome[warm]"
-    call["function"]["arguments"] = "{broken"  # type: ignore[index]
+    call["function"]["arguments"] = 7  # type: ignore[index]
     with pytest.raises(FieldError, match=r"messages\[1\].tool_calls: cannot be read"):
         prompt()
 

@@ -78,8 +78,8 @@ class CompletionHandler:
         try:
             self._service.queue.require_room(owner=record.memory.owner)
             api_request = await self.read(request, parse)
-            unique = uuid4().hex if builder_type.new_ids else record.request_id
-            record.id = f"{builder_type.id_prefix}{unique}"
+            unique = f"{uuid4().hex[:16]}_" if builder_type.new_ids else ""
+            record.id = f"{builder_type.id_prefix}{unique}{record.request_id}"
             record.streamed = api_request.fields.stream
             api_request = structs.replace(
                 api_request,

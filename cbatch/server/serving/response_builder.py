@@ -55,7 +55,7 @@ class ResponseBuilder(ABC, Generic[AnyChoice]):
     """Builds one response over all prompts and choices of a request."""
 
     id_prefix: ClassVar[str]  # with its separator
-    new_ids: ClassVar[bool] = False  # False: ids of HTTP requests, which clients may repeat
+    new_ids: ClassVar[bool] = False  # False: ids differ as those of HTTP requests do
     chunk_object: ClassVar[str]
     ping: ClassVar[bytes] = b": ping\n\n"  # an event that clients ignore
     field_names: ClassVar[FieldNames] = {}  # names that errors use for fields of a chat

@@ -33,7 +33,7 @@ _FIXED |= dict.fromkeys(("error", "incomplete_details", "usage"))
 
 class ResponsesBuilder(BlockBuilder):
     id_prefix, field_names = "resp_", RESPONSES_NAMES
-    new_ids = True  # since a stored response must not replace another
+    new_ids = True  # clients may repeat an id, and a stored response must not replace another
 
     def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
         super().__init__(api_request, model, record)
