@@ -326,9 +326,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--cycles", type=int, default=4, help="measured times through all prompts")
-    parser.add_argument(
-        "--turn-tokens", type=int, default=24, help="minimum tokens per turn of a policy"
-    )
+    parser.add_argument("--turn-tokens", type=int, default=24, help="minimum per turn of a policy")
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)

