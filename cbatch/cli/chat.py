@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     read_settings(SamplingParams, args)  # reports invalid flags before the model is loaded
     values = settings.values
     model, draft = model_paths(values.model, values.draft)
-    for each in (model, draft):
-        offer_model(each)
+    for name in (model, draft):
+        offer_model(name)
     notes = TextConsole(stderr=True, soft_wrap=True)
     with settings.naming():
         template = chat_template_of(model, values.chat_template)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from cbatch import Engine, EngineInfo
 from cbatch.cli.console import TextConsole
 from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
 from cbatch.cli.options import MODEL_HELP, add_engine_flags, model_paths
@@ -18,8 +19,6 @@ from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.engine.build import load_engine
-from cbatch.engine.engine import Engine
-from cbatch.engine.info import EngineInfo
 from cbatch.engine.options import EngineOptions, EngineSettings
 from cbatch.engine.progress import ProgressBar
 from cbatch.llm import Batch

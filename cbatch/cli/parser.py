@@ -31,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return the option of a letter that its value follows, as in `-pTEXT`, and none for an
-        abbreviation: what it stands for would change with each new option."""
+        abbreviation, which a new option would make ambiguous."""
         matches = super()._get_option_tuples(option_string)
         return [each for each in matches if each[1] == option_string[:2]]
 

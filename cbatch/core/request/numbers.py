@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 MAX_INT = 2**64 - 1  # the largest seed
-MAX_FLOAT = 1e9  # a thread can wait for so many seconds, but not for ten times as many
+MAX_FLOAT = 1e9  # in seconds, below the limit of a thread's waits
 
 
 def number_problem(value: float) -> str | None:
