@@ -292,6 +292,7 @@ OPTIONAL = {
     "playwright",
     "pyarrow",
     "ray",
+    "requests",
     "transformers",
     "vllm",
 }
