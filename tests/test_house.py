@@ -294,6 +294,7 @@ OPTIONAL = {
     "playwright",
     "pyarrow",
     "ray",
+    "requests",
     "transformers",
     "vllm",
 }

@@ -15,7 +15,8 @@ from cbatch import __version__
 from cbatch.cli.output import FAILED, INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError, InputError
-from cbatch.system.machine import MEMORY_REMEDY, memory_problem
+from cbatch.process.spawn import early_process
+from cbatch.system.memory_limits import MEMORY_REMEDY, memory_problem
 from cbatch.system.terminal import shown
 
 AddParser = Callable[[Any], None]  # argument: the result of `add_subparsers`
@@ -164,8 +165,6 @@ def _early_engine(words: list[str]) -> AbstractContextManager[None]:
     this process imports the server."""
     if words[:1] != ["serve"] or {"-h", "--help", "--ray"}.intersection(words):
         return nullcontext()
-    from cbatch.process.spawn import early_process
-
     return early_process()
 
 

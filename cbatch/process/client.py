@@ -309,12 +309,11 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         try:
-            with tempfile.TemporaryDirectory(
-                prefix="cbatch-", dir=temporary_place(), ignore_cleanup_errors=True
-            ) as folder:
+            place = temporary_place()
+            with tempfile.TemporaryDirectory("", "cbatch-", place) as folder:
                 while not self._stopping.is_set() and self.down is None:
                     await self._run_engine_once(Path(folder))
-        except OSError as error:  # a folder that cannot be written, a full disk, no more processes
+        except OSError as error:  # such as a full disk
             self._give_up(f"the engine cannot be started ({error}); see TMPDIR and ulimit")
         except Exception as error:
             _logger.exception("the supervisor of the engine failed")

@@ -36,7 +36,7 @@ from cbatch.process.messages import (
 from cbatch.process.monitor import Monitor
 from cbatch.process.spawn import NO_MEMORY, take_process
 from cbatch.system.heap import freeze_heap, trim_heap
-from cbatch.system.machine import MEMORY_REMEDY, memory_problem
+from cbatch.system.memory_limits import MEMORY_REMEDY, memory_problem
 
 HEARTBEAT_S = 0.5  # interval of heartbeats from an idle engine
 MAX_COMMANDS = 64  # between two steps, since reading commands delays the next step
@@ -216,7 +216,7 @@ class EngineProcess:
     def __init__(self, factory: Factory, endpoint: str, journal_path: Path) -> None:
         self._spawned = take_process()
         self._process = self._spawned.process
-        self._spawned.run_engine(factory, endpoint, journal_path)
+        self._spawned.run(run_engine, factory, endpoint, journal_path)
         loop = asyncio.get_running_loop()
         self.dead: asyncio.Future[None] = loop.create_future()
         loop.add_reader(self._process.sentinel, self._on_death)

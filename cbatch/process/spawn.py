@@ -1,41 +1,42 @@
 """Processes for engines. One may start before its engine is described, so that it imports torch
-while the server imports its own modules. This module imports little, to start it soon."""
+while the server imports its own modules. This module imports little, so that it starts soon."""
 
 from __future__ import annotations
 
 import atexit
 import gc
-import importlib
 import multiprocessing
 import os
+import runpy
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 from cbatch.system.heap import share_malloc_arena
-from cbatch.system.machine import memory_problem
+from cbatch.system.memory_limits import memory_problem
 
-IMPORTS = ("torch", "cbatch.engine.build", "cbatch.process.factory", "cbatch.process.server")
+_IMPORTS = "cbatch.process.engine_imports"
 NO_MEMORY = 112  # exit status of a process that has too little memory to report it
 _early: list[SpawnedProcess] = []  # at most one, that no engine has taken yet
 
 
 class SpawnedProcess:
-    """A process that imports `imports`, then waits for the arguments of `run_engine`."""
+    """A process that waits for a call. If it is `early`, it first imports an engine's modules."""
 
-    def __init__(self, imports: tuple[str, ...] = ()) -> None:
+    def __init__(self, *, early: bool = False) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy locked locks
         receiver, self._sender = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run, args=(receiver, imports), name="cbatch-engine")
+        self.process = context.Process(target=_run, args=(receiver, early), name="cbatch-engine")
         with receiver:
             self.process.start()
         atexit.register(self.process.kill)
 
-    def run_engine(self, *arguments: object) -> None:
+    def run(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function in the process, which imports the modules of function and arguments."""
         with self._sender, suppress(BrokenPipeError):  # it has died; its sentinel reports this
-            self._sender.send(arguments)
+            self._sender.send((function, *arguments))
 
     def close(self) -> None:
         """Release the resources of a process that has ended."""
@@ -49,7 +50,7 @@ def early_process() -> Iterator[None]:
     """Start a process, which the first engine in this context takes. Without an engine it is
     killed at the end."""
     with suppress(OSError):  # the start of the engine will report it
-        _early.append(SpawnedProcess(IMPORTS))
+        _early.append(SpawnedProcess(early=True))
     try:
         yield
     finally:
@@ -70,28 +71,27 @@ def take_process() -> SpawnedProcess:
     return _early.pop() if _early else SpawnedProcess()
 
 
-def _run(receiver: Connection, imports: tuple[str, ...]) -> None:
-    """Run an engine until it is stopped. This is the main function of its process."""
+def _run(receiver: Connection, early: bool) -> None:
+    """Run the call that arrives. This is the main function of the process."""
     # A terminal or service manager signals all processes; the server decides when to stop.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     share_malloc_arena()
     threading.Thread(target=_die_with_parent, name="cbatch-parent", daemon=True).start()
     gc.disable()  # a seventh of the time of the imports; `freeze_heap` collects
-    for name in imports:
+    if early:
         with suppress(Exception):  # raised again when the engine is built
-            importlib.import_module(name)
+            runpy.run_module(_IMPORTS)
     try:
         with receiver:
-            arguments = receiver.recv()
-        from cbatch.process.server import run_engine
+            function, *arguments = receiver.recv()
     except EOFError:  # there is no engine to run
         return
     except Exception as error:
         if memory_problem(error):
             os._exit(NO_MEMORY)
         raise
-    run_engine(*arguments)
+    function(*arguments)
 
 
 def _die_with_parent() -> None:

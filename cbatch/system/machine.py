@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -52,29 +51,6 @@ def memory_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # not a POSIX system: assume 4 GiB
         return 4 * 2**30
-
-
-_NO_MEMORY = ("failed to map segment", "allocate memory", "can't start new thread")
-MEMORY_REMEDY = "ask for less (--kv-cache-memory-bytes), or raise the limit (ulimit -v)"
-
-
-def memory_problem(error: BaseException) -> str | None:
-    """Return in a line what an error says if memory, or address space, is used up; else None."""
-    text = (str(error).strip() or "it is used up").splitlines()[-1]
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-        return text
-    return text if any(words in text for words in _NO_MEMORY) else None
-
-
-def address_space_note() -> str:
-    """Return a remark about a limit on address space; empty without a limit. Libraries that reach
-    it end the process in ways that do not name it."""
-    import resource  # not on Windows
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"; a process may have {mib(limit)} of address space here (ulimit -v)"
 
 
 def mib(size_bytes: int) -> str:

@@ -1,5 +1,5 @@
-"""How `cbatch serve` starts and ends: beside another server, with too little of something, and on
-each of the signals that stop it."""
+"""How `cbatch serve` starts and ends: on the port of another server, with too little memory or
+disk, and on each of the signals that stop it."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_a_server_that_is_refused_leaves_no_process(
     made: list[Any] = []
     kept = spawn.SpawnedProcess.__init__
 
-    def noted(self: spawn.SpawnedProcess, imports: tuple[str, ...] = ()) -> None:
-        kept(self, imports)
+    def noted(self: spawn.SpawnedProcess, **options: bool) -> None:
+        kept(self, **options)
         made.append(self.process.pid)
 
     monkeypatch.setattr(spawn.SpawnedProcess, "__init__", noted)

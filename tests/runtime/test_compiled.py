@@ -81,12 +81,12 @@ def test_a_library_that_others_could_write_is_not_loaded(
     else:
         {"file": file, "folder": cache, "folder above": cache.parent}[spoiled].chmod(0o777)
     before = file.stat().st_ino
-    ours = loaded()._name
+    name = loaded()._name
     assert "others can write" in caplog.text and "compil" in caplog.text
     if spoiled == "file":
         assert file.stat().st_ino != before, "it is replaced"
     else:
-        assert not Path(ours).is_relative_to(cache) and file.stat().st_ino == before
+        assert not Path(name).is_relative_to(cache) and file.stat().st_ino == before
 
 
 @needs_compiler

@@ -99,7 +99,7 @@ def test_what_another_user_could_change_is_not_private(
         require_private(file)
 
 
-def test_a_private_file_in_a_sticky_folder_or_behind_own_links_is_private(tmp_path: Path) -> None:
+def test_a_file_in_a_sticky_folder_or_reached_by_own_links_is_private(tmp_path: Path) -> None:
     file = make(tmp_path)
     (tmp_path / "link").symlink_to(file.parent)
     (tmp_path / "cache").chmod(0o1777)
@@ -119,8 +119,8 @@ def test_sockets_have_a_place_whatever_tmpdir_says(
         place.chmod(0o777)
     values = {"empty": "", "relative": "no/such/place"}
     monkeypatch.setenv("TMPDIR", values.get(trouble, str(place)))
-    found = temporary_place()
-    with tempfile.TemporaryDirectory(prefix="cbatch-", dir=found) as folder:
+    chosen = temporary_place()
+    with tempfile.TemporaryDirectory(prefix="cbatch-", dir=chosen) as folder:
         require_private(Path(folder))
         assert len(f"{folder}/1000.sock") < 104
 

@@ -80,8 +80,8 @@ def _trusted_folder() -> Path | None:
         )
         return None
     try:
-        for each in (folder.parents[1], folder.parent, folder):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for place in (folder.parents[1], folder.parent, folder):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_private(folder)
     except PermissionError as error:
         _logger.warning("%s: kernels are compiled at every start", error)

@@ -125,7 +125,7 @@ def _require_usable() -> None:
     for prefix in _OTLP:
         seconds = os.environ.get(f"{prefix}TIMEOUT") or "1"
         if not 0 < float(seconds) <= threading.TIMEOUT_MAX:
-            raise ValueError(f"{seconds} s is no time to wait")
+            raise ValueError(f"{seconds} s cannot be waited for")
         for name in _FILES:
             if path := os.environ.get(prefix + name):
                 with open(path, "rb"):
