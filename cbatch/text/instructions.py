@@ -14,7 +14,7 @@ Messages = list[Message]
 # A place must allow the next turn as well, so that a prompt begins with the one of the turn before.
 _NEXT_TURN: Messages = [{"role": role, "content": "x"} for role in ("assistant", "user")]
 _MARK = re.compile(r"(?:instruction|othertext)\d+end")
-_LONG_CHARS = 32  # a message of this length is not in a rendered text by chance
+_LONG_CHARS = 16  # a message of this length is not in a rendered text by chance
 
 
 def is_instruction(message: Any) -> bool:
