@@ -16,7 +16,7 @@ from cbatch.cli.main import main
 from cbatch.steplog.recorder import StepRecorder
 from tests.helpers import World, make_config, make_request
 
-MUTATIONS = 120
+MUTATIONS = 40
 VALUES: list[Any] = [0, -1, 1, 7, 10**9, 2**31, 2**62, 1.5, 1e300, -1e300, None, "x", [], {}, True]
 KINDS = ("lost", "doubled", "swapped", "cut", "bytes", "no field", *["value"] * 6)
 GIB = 2**30
@@ -25,7 +25,7 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     path = tmp_path_factory.mktemp("logs") / "whole.jsonl"
-    config = make_config(num_blocks=24, lookahead="ema:3", max_num_seqs=4, vocab_size=5000)
+    config = make_config(num_blocks=24, lookahead="ema:3", max_num_seqs=4, drafter=("ngram",))
     with StepRecorder(path) as log:
         world = World(config, log=log)
         for i in range(9):
