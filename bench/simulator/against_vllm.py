@@ -140,10 +140,14 @@ def main() -> None:
     run = args.data / "vllm_runs" / args.run
     if not run.is_dir():
         raise SystemExit(str(FieldError("--data", f"{run} is not a folder", "name `measured`")))
-    simulated_times, settings = simulated(args.data, run, args.num_blocks)
+    try:
+        real = measured(run / "requests.jsonl")
+        simulated_times, settings = simulated(args.data, run, args.num_blocks)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise SystemExit(f"{run}: {type(error).__name__}: {error}") from None
     print_report(
         f"simulator against vLLM: {args.run}",
-        compare(measured(run / "requests.jsonl"), simulated_times),
+        compare(real, simulated_times),
         notes=(", ".join(f"{name} {value}" for name, value in settings.items()),),
         extra={"settings": settings},
     )

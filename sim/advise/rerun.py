@@ -49,7 +49,12 @@ def load_drafts(recording: Recording, model: str | None, draft: str | None) -> E
             raise FieldError(option, problem, "give the path of the model")
     small: dict[str, Any] = dict.fromkeys(_SIZES)  # only the models are needed
     small |= {"num_blocks": 1, "max_num_seqs": 1, "overlap": 0, "tensor_parallel_size": 1}
-    options = msgspec.convert(engine.options, EngineOptions)
+    # A log of a later version may have further options.
+    known = {k: v for k, v in engine.options.items() if k in EngineOptions.__struct_fields__}
+    try:
+        options = msgspec.convert(known, EngineOptions)
+    except msgspec.ValidationError as error:
+        raise FieldError("LOG", f"options: {error}", "record it again") from error
     options = replace(options, lookahead="fixed:1", drafter=(MODEL,), **small)
     core, _, _ = load_core(names["--model"], names["--draft"], options, handles_text=False)
     if not isinstance(core.executor, TorchExecutor):

@@ -84,6 +84,7 @@ class OpenedTrace:
                 seed=seed,
                 block_tokens=args.block_tokens,
                 time_unit=args.time_unit,
+                on_cut=warn,
             )
             self.format = self._trace.format
             if args.time_unit is None and self._trace.has_stamps_like_seconds():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -39,15 +40,17 @@ class Trace:
         seed: int = 0,
         block_tokens: int | None = None,
         time_unit: str | None = None,
+        on_cut: Callable[[str], None] | None = None,
     ) -> None:
         """`skip_empty` leaves out requests without prompt or output (failed requests, in some
         traces) and counts them in `skipped`. `in_order=False` allows timestamps that go backwards.
         `seed` is for ServeGen windows, which give distributions instead of requests. `block_tokens`
-        and `time_unit` (a key of `formats.UNITS_S`) default to the format's."""
+        and `time_unit` (a key of `formats.UNITS_S`) default to the format's. With `on_cut`, which
+        gets a warning, a file may end in the middle of a row."""
         self.path = Path(path)
         self.skipped = 0
         self._skip_empty, self._in_order, self._seed = skip_empty, in_order, seed
-        self._format_name = format
+        self._format_name, self._on_cut = format, on_cut
         self.format = self._open()[0]
         self._block_tokens = block_tokens or formats.BLOCK_TOKENS.get(self.format, 1)
         self._unit_s = formats.UNITS_S[time_unit or formats.STAMP_UNITS.get(self.format, "s")]
@@ -60,6 +63,28 @@ class Trace:
         return formats.parse_lines(self.path, read_lines(self.path), self._format_name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
+        request = None
+        try:
+            for request in self._requests():
+                yield request
+        except TraceError as error:
+            if request is None or self._on_cut is None or not self._is_cut(error):
+                raise
+            self._on_cut(
+                f"{self.path} is cut short at line {error.line}; the rows before it are used"
+            )
+
+    def _is_cut(self, error: TraceError) -> bool:
+        """Return whether an error is in the last line, and the file ends without a line end."""
+        if error.field == "gzip":
+            return isinstance(error.__cause__, EOFError)
+        if not self.path.is_file():
+            return False
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n" and error.line == max(n for n, _ in read_lines(self.path))
+
+    def _requests(self) -> Iterator[TraceRequest]:
         self.skipped = 0
         first_s: float | None = None
         last_s = 0.0
