@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cbatch.core.request.request import Request
 from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 
@@ -22,13 +21,10 @@ class ThreadedExecutor:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.executor = executor
+        self.executor, self.check = executor, executor.check
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cbatch-step")
         self._pending: deque[Future[StepResult]] = deque()
         self._failed = False  # used by the worker thread only
-
-    def check(self, request: Request) -> None:
-        self.executor.check(request)
 
     def submit(self, plan: StepPlan) -> None:
         self._pending.append(self._worker.submit(self._run, plan))

@@ -11,7 +11,6 @@ from operator import add
 
 import numpy as np
 
-from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import Deltas, StepPlan, StepResult
 from cbatch.core.scheduler.slot_counts import SlotCounts
 from sim.cost.base import CostModel
@@ -36,7 +35,7 @@ class ModelledExecutor:
         self._ok = np.zeros(max_num_seqs, np.uint8)
         self.host_s = 0.0  # host time of the last step, if the cost model separates it
 
-    def check(self, request: Request) -> None:
+    def check(self, request: object) -> None:
         """Refuse nothing."""
 
     def idle(self, seconds: float) -> None:

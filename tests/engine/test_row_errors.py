@@ -31,10 +31,13 @@ class Picky(RecordingExecutor):
 
     def wait(self) -> StepResult:
         result = super().wait()
-        for slot, each in enumerate(self._slots):
-            if each is not None and each.admission.request_id in BAD and each.num_output_tokens > 2:
-                with errors_of_row(slot, each.admission.generation):
-                    raise IndexError(f"no room for {each.admission.request_id}")
+        for slot, sequence in enumerate(self._slots):
+            if sequence is None or sequence.num_output_tokens <= 2:
+                continue
+            new = sequence.admission
+            if new.request_id in BAD:
+                with errors_of_row(slot, new.generation):
+                    raise IndexError(f"no room for {new.request_id}")
         return result
 
 

@@ -44,9 +44,9 @@ def main() -> None:
     try:
         print(json.dumps([step_s(2) / step_s(1) for _ in range(3)]))
     finally:
-        for each in busy:
-            each.kill()
-            each.wait()
+        for program in busy:
+            program.kill()
+            program.wait()
 
 
 if __name__ == "__main__":

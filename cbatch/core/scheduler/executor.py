@@ -18,7 +18,7 @@ class RowError(Exception):
 
     def __init__(self, slot: int, generation: int, error: Exception) -> None:
         super().__init__(str(error))
-        self.slot, self.generation, self.error = slot, generation, error
+        self.slot, self.generation = slot, generation
 
 
 @contextmanager

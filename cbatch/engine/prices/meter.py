@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 
 from cbatch.core.prices.step_work import StepSample
-from cbatch.core.request.request import Request
 from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.slot_counts import SlotCounts
@@ -21,12 +20,10 @@ class StepMeter:
         self, executor: Executor, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._executor, self._clock = executor, clock
+        self.check = executor.check
         self._counts = SlotCounts(max_num_seqs)
         self.last: StepSample
         self.overhead_s = 0.0  # overhead of the meter in the last step, in seconds
-
-    def check(self, request: Request) -> None:
-        self._executor.check(request)
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._executor.run(plan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.core.request.request import Request
 from cbatch.core.scheduler.executor import WatchedExecutor
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.engine.ranks.group import Ranks
@@ -19,9 +18,7 @@ class RankedExecutor:
 
     def __init__(self, rank0_executor: WatchedExecutor, ranks: Ranks) -> None:
         self.rank0_executor, self.ranks = rank0_executor, ranks
-
-    def check(self, request: Request) -> None:
-        self.rank0_executor.check(request)
+        self.check = rank0_executor.check
 
     def run(self, plan: StepPlan) -> StepResult:
         with self.ranks.on_all_ranks(plan):

@@ -14,18 +14,12 @@ _RUNNING = 0.75  # share of that time in which the thread runs, unless the proce
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 8.0
 
 
-class _OfThisThread(threading.local):
-    """State of a Python thread. `kernels`: its kernels' threads if torch has a single one."""
-
-    kernels: int | None = None
-
-
-_this_thread = _OfThisThread()
+_this_thread = threading.local()  # `kernels`: its kernels' threads if torch has a single one
 
 
 def num_threads() -> int:
     """Return torch's number of threads; inside `single_torch_thread`, the number before it."""
-    return _this_thread.kernels or torch.get_num_threads()
+    return getattr(_this_thread, "kernels", None) or torch.get_num_threads()
 
 
 @contextmanager
@@ -35,7 +29,7 @@ def single_torch_thread() -> Iterator[None]:
     On the few rows of a step, several torch threads cost more than they save, and compete with the
     kernels for processors. Splitting a torch operation among threads may also change bits, because
     the ends of its vectors move."""
-    before, threads = _this_thread.kernels, torch.get_num_threads()
+    before, threads = getattr(_this_thread, "kernels", None), torch.get_num_threads()
     _this_thread.kernels = num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,17 +40,13 @@ def single_torch_thread() -> Iterator[None]:
 
 
 class SamplingThreads:
-    """Gives sampling one torch thread while other programs keep the processors busy.
-
-    torch splits an operation into equal parts, and waits for each thread, even for one that has no
-    processor. A step has hundreds of such waits. The share of time in which the calling thread runs
-    shows them. Several threads are tried again after a pause, which doubles while that fails. Only
-    for operations whose bits do not depend on the number of threads.
-    """
+    """Gives sampling one torch thread while other programs keep the processors busy: torch waits
+    for all its threads, also for one without a processor, hundreds of times in a step. The share of
+    time in which the calling thread runs shows this. Several threads are tried again after a pause,
+    which doubles while that fails. The bits of sampling do not depend on their number."""
 
     def __init__(self) -> None:
-        self.single = False
-        self._pause_s, self._since_s = _FIRST_PAUSE_S, 0.0
+        self.single, self._pause_s, self._since_s = False, _FIRST_PAUSE_S, 0.0
         self._wall_s = self._running_s = 0.0
 
     @contextmanager

@@ -29,14 +29,9 @@ class HostSide:
     lookups. `model` describes the draft on the device. Each may be None."""
 
     def __init__(
-        self,
-        known: KnownTokens | None,
-        chains: HostDrafts | None,
-        model: DeviceModel | None,
-        grammars: GrammarSource | None = None,
+        self, known: KnownTokens | None, chains: HostDrafts | None, model: DeviceModel | None
     ) -> None:
         self.known, self.chains, self._model = known, chains, model
-        self._grammars = grammars
 
     @classmethod
     def of(
@@ -53,12 +48,12 @@ class HostSide:
             return cls(None, None, model)
         known = KnownTokens(limits.max_num_seqs, limits.block_size, vocab_size, grammars)
         chains = None if lookups is None else HostDrafts(lookups, known, num_blocks, model)
-        return cls(known, chains, model, grammars)
+        return cls(known, chains, model)
 
     def check(self, params: SamplingParams) -> None:
         """Raise FieldError for a drafter or a grammar that cannot be used here."""
         if params.structured_outputs is not None:
-            require_grammars(self._grammars)
+            require_grammars(None if self.known is None else self.known.grammars)
         if self.chains is not None:
             self.chains.check(params)
 

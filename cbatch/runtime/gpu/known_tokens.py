@@ -54,12 +54,12 @@ class KnownTokens(InputBatch):
         vocab_size: int,
         grammars: GrammarSource | None,
     ) -> None:
-        self._source = grammars
+        self.grammars = grammars
         super().__init__(max_num_seqs, block_size, vocab_size, grammars)
 
     def clear(self) -> None:
         super().clear()
-        self.logits_processors = _Grammars(self.max_num_seqs, self.vocab_size, self._source)
+        self.logits_processors = _Grammars(self.max_num_seqs, self.vocab_size, self.grammars)
 
     def masked(self, plan: StepPlan) -> I32:
         """Return the slots of the plan whose logits need a mask."""

@@ -21,18 +21,14 @@ from cbatch.runtime.gpu.one_call import OneCall
 def load_models(request: LoadRequest) -> GpuModels:
     """Load a target and its draft; see `Backend.load`."""
     with current(torch.device(request.device)):  # tests of models and heads launch kernels
-        return _load_models(request)
-
-
-def _load_models(request: LoadRequest) -> GpuModels:
-    target, kv_dtype = _load(request.model, request.impls[0], request), request.kv_cache_dtype
-    if request.draft is None:
-        return GpuModels(target, None, kv_dtype)
-    if not request.trial_texts:
-        return GpuModels(target, _load(request.draft, request.impls[1], request), kv_dtype)
-    heads = load_heads(Path(request.draft), target, request.model, CLASSES)
-    head = take_head(request.draft, heads, OneCall(target), request.trial_texts)
-    return GpuModels(target, head, kv_dtype)
+        target, kv_dtype = _load(request.model, request.impls[0], request), request.kv_cache_dtype
+        if request.draft is None:
+            return GpuModels(target, None, kv_dtype)
+        if not request.trial_texts:
+            return GpuModels(target, _load(request.draft, request.impls[1], request), kv_dtype)
+        heads = load_heads(Path(request.draft), target, request.model, CLASSES)
+        head = take_head(request.draft, heads, OneCall(target), request.trial_texts)
+        return GpuModels(target, head, kv_dtype)
 
 
 def _load(path: str | Path, impl: Impl, request: LoadRequest) -> Decoder:

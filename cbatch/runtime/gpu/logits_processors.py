@@ -12,6 +12,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.plan import NewSequence
 from triton_kernels.sampling.inputs import IN_PROMPT, IS_STOP
+from triton_kernels.slots.state import ArenaSizes
 
 I32 = NDArray[np.int32]
 
@@ -48,15 +49,11 @@ def neutral(vocab_size: int) -> Sparse:
 
 
 def check_lists(
-    p: SamplingParams,
-    prompt: Iterable[int],
-    stop_ids: Iterable[int],
-    max_new_tokens: int,
-    vocab_size: int,
-    most_listed: int,
-) -> None:
-    """Raise FieldError if a request may need more than `most_listed` entries at some time."""
-    stops = {i for i in stop_ids if i < vocab_size} if p.min_tokens else set()
+    p: SamplingParams, prompt: Iterable[int], stop_ids: Iterable[int], max_new_tokens: int,
+    sizes: ArenaSizes,
+) -> None:  # fmt: skip
+    """Raise FieldError if a request may need more entries at some time than a slot has."""
+    stops = {i for i in stop_ids if i < sizes.vocab} if p.min_tokens else set()
     listed = stops.union(p.logit_bias)
     if p.repetition_penalty != 1:
         listed.update(prompt)
@@ -65,13 +62,13 @@ def check_lists(
         listed.intersection_update(p.allowed_token_ids)
     # With penalties every token that the sequence emits gets an entry, too.
     grows = max_new_tokens if _has_penalties(p) else 0
-    if min(len(listed) + grows, vocab_size) <= most_listed:
+    if min(len(listed) + grows, sizes.vocab) <= sizes.listed:
         return
     field = "logit_bias" if len(p.logit_bias) >= len(stops) else "stop_token_ids"
     raise FieldError(
         field,
         f"with penalties and stop ids it lists up to {len(listed) + grows} tokens",
-        f"list at most {most_listed}, or use --device cpu",
+        f"list at most {sizes.listed}, or use --device cpu",
     )
 
 

@@ -9,17 +9,11 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from cbatch.core.request.noise import split_seed
-from cbatch.core.request.request import Request, SamplingParams
+from cbatch.core.request.request import Request
 from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
+from cbatch.runtime.gpu import logits_processors as lists
 from cbatch.runtime.gpu.host_drafts import DraftPlan
-from cbatch.runtime.gpu.logits_processors import (
-    Sparse,
-    check_lists,
-    neutral,
-    shapes_logits,
-    sparse_of,
-)
 from cbatch.runtime.gpu.slot_update import SlotUpdate
 from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION
 from triton_kernels.slots.state import ArenaSizes, FieldPlace, SlotWork
@@ -67,11 +61,13 @@ class HostSlots:
 
     def check(self, request: Request, eos_ids: tuple[int, ...]) -> None:
         """Raise FieldError for a request whose lists of tokens do not fit a slot."""
-        p, prompt, sizes = _shaping(request.params), request.prompt, self._sizes
+        p, prompt, sizes = request.params, request.prompt, self._sizes
+        if p.structured_outputs is not None:
+            p = structs.replace(p, min_tokens=0)  # see `_admit`
         stop_ids = (*(() if p.ignore_eos else eos_ids), *p.stop_token_ids)
-        if shapes_logits(p, has_stops=bool(stop_ids)):
+        if lists.shapes_logits(p, has_stops=bool(stop_ids)):
             new_tokens = min(p.max_tokens, sizes.tokens - len(prompt))
-            check_lists(p, prompt, stop_ids, new_tokens, sizes.vocab, sizes.listed)
+            lists.check_lists(p, prompt, stop_ids, new_tokens, sizes)
 
     def update(self, plan: StepPlan, draft_plan: DraftPlan) -> SlotUpdate:
         """Apply the deltas of `plan`, and return the message for the device. Raises ValueError for
@@ -139,15 +135,16 @@ class HostSlots:
         self._occupied[slot], self.generation[slot] = True, a.generation
         self._put_sequence(a, message)
         self._put_sampling(a, message)
-        a = structs.replace(a, params=_shaping(a.params))
-        self.shaped[slot] = shapes_logits(a.params, has_stops=bool(a.stop_ids))
+        if a.params.structured_outputs is not None:  # its masks include these tokens
+            a = structs.replace(a, params=structs.replace(a.params, min_tokens=0))
+        self.shaped[slot] = lists.shapes_logits(a.params, has_stops=bool(a.stop_ids))
         if self.shaped[slot]:
-            prompt, limits = a.tokens[: a.num_prompt_tokens], (sizes.vocab, sizes.listed)
+            prompt = a.tokens[: a.num_prompt_tokens].tolist()
             new_tokens = a.max_total_tokens - len(prompt)
-            check_lists(a.params, prompt.tolist(), a.stop_ids, new_tokens, *limits)
-            self._put_shaping(slot, sparse_of(a, sizes.vocab), message)
+            lists.check_lists(a.params, prompt, a.stop_ids, new_tokens, sizes)
+            self._put_shaping(slot, lists.sparse_of(a, sizes.vocab), message)
         elif self._has_lists[slot]:
-            self._put_shaping(slot, neutral(sizes.vocab), message)
+            self._put_shaping(slot, lists.neutral(sizes.vocab), message)
         self._has_lists[slot] = self.shaped[slot]
 
     def _put_sequence(self, a: NewSequence, message: SlotUpdate) -> None:
@@ -188,7 +185,7 @@ class HostSlots:
             message.put(name, slot, np.array(values, dtype=dtype))
 
     @staticmethod
-    def _put_shaping(slot: int, sparse: Sparse, message: SlotUpdate) -> None:
+    def _put_shaping(slot: int, sparse: lists.Sparse, message: SlotUpdate) -> None:
         for name in ("plain", "listed", "bias", "counts", "marks", "penalties"):
             message.put(name, slot, getattr(sparse, name))
         for name, value in (("num_listed", len(sparse.listed)), ("min_tokens", sparse.min_tokens)):
@@ -204,8 +201,3 @@ class HostSlots:
             message.scatter(
                 "blocks", deltas.append_slots, deltas.append_indices, deltas.append_blocks
             )
-
-
-def _shaping(params: SamplingParams) -> SamplingParams:
-    """Return the parameters that shape logits: masks of a grammar include `min_tokens`."""
-    return params if params.structured_outputs is None else structs.replace(params, min_tokens=0)
