@@ -25,7 +25,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_completion
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.chat_builder import ChatBuilder
-from cbatch.server.serving.open_request import OpenRequest, ending_at, merged_outputs
+from cbatch.server.serving.open_request import Deadline, OpenRequest, ending_at, merged_outputs
 from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder, encode
 from cbatch.server.serving.service import EngineService
 from cbatch.system.shares import NoPlaceError, Places
@@ -93,7 +93,8 @@ class CompletionHandler:
         """Return the parsed body, with the call's time limit. Raises what `parse` and the intake
         raise, and `DeadlineError`."""
         record, timeout_s = record_of(request), header_s(request, DEADLINE_HEADER)
-        async with ending_at(self._service.deadline(record.began_s, timeout_s)):
+        server_s = self._service.limits.timeout_s
+        async with ending_at(Deadline.of(record.began_s, timeout_s, server_s)):
             body = await self._intake.body(request)
             if len(body) <= LONG_BODY_BYTES and CONTINUATION_FIELD not in body:
                 api_request = parse(body, self._model)
