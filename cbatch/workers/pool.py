@@ -33,7 +33,7 @@ MAX_IDLE = 2  # idle workers kept for later tasks, for each value of `TaskLimits
 _QUICK_S = 0.5
 WALL = 10  # wall time allowed to a task, as a multiple of its processor time.
 _START_S = 120.0  # maximum wall time for the start of the fork server
-_FORK_S = 10.0  # maximum wall time for a fork; a fork server that takes longer is replaced
+FORK_S = 10.0  # maximum wall time for a fork; a fork server that takes longer is replaced
 T = TypeVar("T")
 
 
@@ -143,7 +143,7 @@ class WorkerPool:
         server = self._server
         worker.kill()
         try:
-            async with asyncio.timeout(_FORK_S):
+            async with asyncio.timeout(FORK_S):
                 kind, value = await worker.answer()
             return -signal.SIGPROF, value[1] if kind == DIED else worker.num_tasks
         except TimeoutError:  # its fork server does not answer, so the task may never have begun
@@ -210,7 +210,7 @@ class _ForkServer:
             undo.pop_all()
         worker = _Worker(*await asyncio.open_connection(sock=parent_end))
         try:
-            async with asyncio.timeout(_FORK_S):
+            async with asyncio.timeout(FORK_S):
                 kind, value = await worker.answer()
             if kind == RAISED:
                 raise NoWorkerError(f"no worker process can be started ({value})")
@@ -229,7 +229,7 @@ class _ForkServer:
         self._control.close()
         if not at_once:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _FORK_S)
+                await asyncio.wait_for(self._process.wait(), FORK_S)
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()

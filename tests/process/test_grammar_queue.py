@@ -118,7 +118,7 @@ def test_one_owner_leaves_grammars_for_others(num_others: int) -> None:
         grammar_queue.leave(f"a{i}")
     for name in others:
         grammar_queue.leave(name)
-    assert not grammar_queue.waiting and not grammar_queue._kept.total
+    assert not grammar_queue.waiting
 
 
 def test_without_grammars_each_request_is_rejected_by_name() -> None:

@@ -1,4 +1,4 @@
-"""What open calls hold counts against one budget, until it is released or the call ends."""
+"""Memory of open calls: it counts against one budget, until it is released or the call ends."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.workers.test_pool import LIMITS, SLOW_MACHINE, get, nap, own_pid, run
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_FORK_S", 2.0)
+    monkeypatch.setattr(pool_module, "FORK_S", 2.0)
 
 
 async def two_tasks(workers: WorkerPool) -> None:

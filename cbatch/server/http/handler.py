@@ -26,6 +26,7 @@ from cbatch.server.protocol.requests import ApiRequest, parse_chat, parse_comple
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.chat_builder import ChatBuilder
 from cbatch.server.serving.open_request import (
+    Deadline,
     Heartbeat,
     OpenRequest,
     ending_at,
@@ -100,7 +101,8 @@ class CompletionHandler:
         """Return the parsed body, with the call's time limit. Raises what `parse` and the intake
         raise, and `DeadlineError`."""
         record, timeout_s = record_of(request), header_s(request, DEADLINE_HEADER)
-        async with ending_at(self._service.deadline(record.began_s, timeout_s)):
+        server_s = self._service.limits.timeout_s
+        async with ending_at(Deadline.of(record.began_s, timeout_s, server_s)):
             body = await self._intake.body(request)
             if len(body) <= LONG_BODY_BYTES and not any(field in body for field in STORED_FIELDS):
                 api_request = parse(body, self._model)

@@ -236,7 +236,8 @@ class EngineService:
     async def submit(self, api_request: ApiRequest) -> AsyncIterator[OpenRequest]:
         """Queue the choices of each prompt, and yield its `OpenRequest`, which the caller closes.
         Raises `FieldError`, `OverloadedError` or `ServiceDownError` for a prompt not queued."""
-        deadline = self.deadline(api_request.arrived_s or time.monotonic(), api_request.timeout_s)
+        arrived_s = api_request.arrived_s or time.monotonic()
+        deadline = Deadline.of(arrived_s, api_request.timeout_s, self.limits.timeout_s)
         for prompt in api_request.prompts:
             opened = OpenRequest(self.queue, api_request.params.n, api_request.owner)
             with ExitStack() as on_failure:
@@ -245,10 +246,6 @@ class EngineService:
                     await self._open(opened, api_request, prompt, deadline)
                 on_failure.pop_all()
             yield opened
-
-    def deadline(self, arrived_s: float, timeout_s: float | None) -> Deadline | None:
-        """Return the deadline by a call's own limit, or by the server's, if that is shorter."""
-        return Deadline.of(arrived_s, timeout_s, self.limits.timeout_s)
 
     async def _open(
         self,
