@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Failures:
-    """What each failed system said: `words` by its name. A name is in it from its first failure."""
+    """The words of each failed system, by its name, from its first failure."""
 
     def __init__(self) -> None:
         self.words: dict[str, str] = {}

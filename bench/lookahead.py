@@ -1,5 +1,4 @@
-"""Compare the output tokens per second of lookahead policies at each load: `python -m
-bench.lookahead`.
+"""Compare output tokens per second of lookahead policies by load (`python -m bench.lookahead`).
 
 The demo pair serves a constant number of requests in flight. The workloads of prompts: `fresh` is
 beginnings of functions that the pair was not trained on; `edit` is a function followed by the start

@@ -23,10 +23,10 @@ from cbatch.server.protocol.requests import (
     MAX_STOPS,
     ChatFields,
     CompletionFields,
-    DetokenizeFields,
     RequestFields,
     TokenizeFields,
 )
+from cbatch.server.protocol.texts import DetokenizeFields
 from cbatch.text.messages import ROLES
 
 Schema = dict[str, Any]

@@ -24,12 +24,7 @@ from cbatch.core.request.typed import converted
 from cbatch.engine.unsupported import without_neutral_fields
 from cbatch.server.protocol.body import MAX_IGNORED, decode_object, take_fields, unknown_members
 from cbatch.server.protocol.model import ServedModel
-from cbatch.text.forced_tools import (
-    ForcedCall,
-    ToolChoice,
-    Tools,
-    forced_call,
-)
+from cbatch.text.forced_tools import ForcedCall, ToolChoice, Tools, forced_call
 from cbatch.text.messages import conversation, list_problem, template_variables
 from cbatch.text.output_processor import Prompt
 from cbatch.text.reply_reader import ReplyFormat
@@ -167,11 +162,6 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     truncate_prompt_tokens: Count | None = None
     return_token_strs: bool = False
-
-
-class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None = None
-    tokens: list[int]  # at most the context length
 
 
 class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,9 +320,8 @@ def _parse(
 
 def _check_size(params: SamplingParams, num_prompts: int) -> None:
     if params.n * num_prompts > MAX_CHOICES:
-        raise FieldError(
-            "n", f"{params.n} choices of {num_prompts} prompts", f"ask for <= {MAX_CHOICES} in all"
-        )
+        problem = f"{params.n} choices of {num_prompts} prompts"
+        raise FieldError("n", problem, f"ask for <= {MAX_CHOICES} in all")
 
 
 def _check_stops(stop: Any) -> None:
@@ -341,9 +330,6 @@ def _check_stops(stop: Any) -> None:
     if len(stops) > MAX_STOPS or longest > MAX_STOP_CHARS:
         remedy = f"give <= {MAX_STOPS} strings of <= {MAX_STOP_CHARS} characters"
         raise FieldError("stop", f"{len(stops)} strings, up to {longest} characters", remedy)
-
-
-# ---- prompts ----------------------------------------------------------------------------------
 
 
 def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...], ...]:
@@ -399,8 +385,9 @@ def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
 def chat_text(fields: ChatFields | TokenizeFields, model: ServedModel) -> str:
     """Return the prompt of a chat's messages as text. Raises `FieldError`."""
     tools = fields.tools if fields.tool_choice != "none" else []
-    level = fields.reasoning_effort
-    effort = {} if level is None else {"reasoning_effort": level}
+    effort = (
+        {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
+    )
     return model.render(
         conversation(fields.messages),
         tools=msgspec.to_builtins(tools) or None,

@@ -7,11 +7,16 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.body import decode_object, take_fields
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import DetokenizeFields, TokenizeFields, chat_text
+from cbatch.server.protocol.requests import TokenizeFields, chat_text
 from cbatch.server.protocol.responses import Detokenized, Tokenized
 
 # This many characters, or token ids, are allowed even if the model's context is shorter.
 MIN_TEXT_LIMIT = 2**18
+
+
+class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]  # at most the context length
 
 
 def tokenize(body: bytes, model: ServedModel) -> bytes:
