@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Failures:
-    """What each failed system said: `words` by its name. A name is in it from its first failure."""
+    """Systems that failed: `words` has the error of each by its name."""
 
     def __init__(self) -> None:
         self.words: dict[str, str] = {}
