@@ -59,10 +59,10 @@ def test_a_system_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_system_that_does_not_start_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    gone = Entrant("gone", "off", "gone", sys.executable, 1, {})
+    absent = Entrant("gone", "off", "gone", sys.executable, 1, {})
     no_model = Entrant("cbatch", "off", "cbatch", sys.executable, 1, {"model": "/no/model"})
     failures = Failures()
-    with started([gone, no_model], failures) as systems:
+    with started([absent, no_model], failures) as systems:
         assert systems == []
     assert "gone_worker" in failures.words["gone"] and "Error" in failures.words["cbatch"]
     rows = agreement("m", [_fails_at(0), _fails_at(9)], [[1]], 2, lambda ids: None, failures)  # type: ignore[arg-type, return-value]

@@ -288,7 +288,9 @@ def test_all_that_is_timed_runs_on_these_processors_together_with_the_loops(
         process = subprocess.run([sys.executable, "-c", tell], capture_output=True, text=True)
         seen.append((what, set(map(int, process.stdout.split())), loops() - before))
 
-    def starting(entrants: list[Entrant], failures: Failures) -> AbstractContextManager[list[System]]:
+    def starting(
+        entrants: list[Entrant], failures: Failures
+    ) -> AbstractContextManager[list[System]]:
         see("start")
         return nullcontext([])
 

@@ -25,7 +25,7 @@ def spread(requests: Iterable[TraceRequest], bin_s: float, seed: int) -> Iterato
     than `MIN_GAP` of `bin_s` apart."""
     require_positive("spread", bin_s)
     rng = np.random.default_rng(seed)
-    groups = (list(group) for _, group in groupby(requests, key=lambda each: each.arrival_s))
+    groups = (list(group) for _, group in groupby(requests, key=lambda request: request.arrival_s))
     for group, later in pairwise(chain(groups, [None])):
         timestamp_s = group[0].arrival_s
         gap_s = math.inf if later is None else later[0].arrival_s - timestamp_s
