@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Failures:
-    """The words of each failed system, by its name, from its first failure."""
+    """Systems that failed: `words` has the error of each by its name."""
 
     def __init__(self) -> None:
         self.words: dict[str, str] = {}

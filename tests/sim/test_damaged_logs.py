@@ -88,7 +88,7 @@ def test_damage_is_one_line(
     command: str, lines: list[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "log.jsonl"
-    num_named = 0
+    named = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in range(MUTATIONS):
         path.write_bytes(damaged(lines, seed))
@@ -100,8 +100,8 @@ def test_damage_is_one_line(
         assert status in (0, 2), seed
         if status == 2:
             assert err.count("\n") <= 2, (seed, err)
-        num_named += f"{path}, line " in out + err
-    assert num_named > MUTATIONS // 3
+        named += f"{path}, line " in out + err
+    assert named > MUTATIONS // 3
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * 1024 < GIB
 

@@ -97,7 +97,7 @@ def test_spreading_keeps_order_bins_and_law() -> None:
 
 @pytest.mark.parametrize("gap_s", [2.999, 3.0, 3.001, 3.057, 2.975])
 def test_timestamps_nearly_a_bin_apart_are_spread(gap_s: float) -> None:
-    """Timestamps of Mooncake's conversations are 2.999 s apart at least."""
+    """Mooncake's conversations are 2.999 s apart at least."""
     trace = [request(gap_s * (i // 5), prompt=i + 1) for i in range(1000)]
     times_s = np.asarray([each.arrival_s for each in spread(trace, 3.0, seed=1)])
     offsets_s = times_s - np.asarray([each.arrival_s for each in trace])
