@@ -10,9 +10,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-# torch's OpenMP threads spin for some 20 ms before they sleep, and so keep processors from the
-# threads that they wait for. With this count they spin for some 50 us: OpenMP's own count if there
-# are more threads than processors. The library reads the variable when torch is imported.
+# torch's OpenMP threads spin for some 20 ms before they sleep, and keep processors from the threads
+# that they wait for. With this count, read when torch is imported, they spin for some 50 us.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -123,14 +123,17 @@ class StepLoop:
     def _recover(self, fault: _Fault) -> None:
         self._in_flight = None
         self._report_in_flight()
-        guilty = self._request_at_fault(fault.error)
+        error, guilty = fault.error, ""
+        if isinstance(error, RowError):
+            generation, request_id = self._sequence_of_slot[error.slot]
+            guilty = request_id if generation == error.generation else ""
         self._num_faults += not guilty
         what = f"request {guilty}" if guilty else f"executor fault {self._num_faults}"
-        _logger.warning("%s: %r", what, fault.error)
+        _logger.warning("%s: %r", what, error)
         self._executor.reset()
         self._scheduler.executor_reset(self._clock())
         if guilty:
-            self._scheduler.fail(guilty, str(fault.error), self._clock())
+            self._scheduler.fail(guilty, str(error), self._clock())
             return
         rows = self._requests_of(fault.plan)
         if self._num_faults == 1:
@@ -143,13 +146,6 @@ class StepLoop:
         for request_id in sorted(self._suspects):
             self._scheduler.fail(request_id, message, self._clock())
         self._num_faults = 0
-
-    def _request_at_fault(self, error: Exception) -> str | None:
-        """Return the request whose row alone is at fault, or None."""
-        if not isinstance(error, RowError):
-            return None
-        generation, request_id = self._sequence_of_slot[error.slot]
-        return request_id if generation == error.generation else None
 
     def _requests_of(self, plan: StepPlan) -> set[str]:
         """Return the requests of a plan, except requests whose slot another sequence has now."""

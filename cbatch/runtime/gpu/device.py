@@ -132,8 +132,7 @@ class CudaDevice(Device):
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which `device` is the current one: Triton launches kernels there. Within
-    `Device.working` it is."""
+    """Return a context in which `device` is the current one, where Triton launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

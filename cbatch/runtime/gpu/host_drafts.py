@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from cbatch.core.request.request import MODEL, SamplingParams
+from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
 from cbatch.runtime.drafting.chain import ChainDrafter
@@ -145,13 +145,10 @@ class HostDrafts:
             model_price=settings.model_price,
         )
         self._chain.bind(table, num_blocks)
+        self.check = self._chain.check
 
     def reset(self) -> None:
         self._chain.reset()
-
-    def check(self, params: SamplingParams) -> None:
-        """Raise FieldError for a drafter that is not loaded."""
-        self._chain.check(params.drafter or ())
 
     def apply_deltas(self, deltas: Deltas) -> None:
         """Apply deltas, after `table` has. Raises RowError for a drafter that is not loaded."""
@@ -159,7 +156,7 @@ class HostDrafts:
             self._chain.release(slot)
         for admission in deltas.new_sequences:
             with errors_of_row(admission.slot, admission.generation):
-                self.check(admission.params)
+                self.check(admission.params.drafter or ())
                 self._chain.release(admission.slot)
                 self._chain.admit(admission)
 

@@ -55,7 +55,7 @@ class HostSide:
         if params.structured_outputs is not None:
             require_grammars(None if self.known is None else self.known.grammars)
         if self.chains is not None:
-            self.chains.check(params)
+            self.chains.check(params.drafter or ())
 
     def forget(self) -> None:
         if self.known is not None:

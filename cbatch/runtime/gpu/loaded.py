@@ -81,8 +81,7 @@ class GpuModels:
         grammars: GrammarSource | None = None,
         default_params: SamplingParams | None = None,
     ) -> GpuExecutor:
-        """Create the executor, compile kernels and capture graphs; see `LoadedModels.executor`.
-        Raises `FieldError` for more blocks than attention can address."""
+        """Create the executor, compile kernels and capture graphs; see `LoadedModels.executor`."""
         for model in filter(None, (self.target, self.draft)):
             check_pool(model.config, config.num_blocks, config.block_size)
         lookups = LookupSettings(all_lookups(), config.default_chain, config.catch_up_price)
