@@ -47,7 +47,6 @@ from bench.simulator.real import (
 from bench.simulator.simulated import Probes, ReplayedRun, SimulatedReplicas
 from bench.simulator.workloads import from_prompts, shared_prefixes
 from cbatch import EngineOptions
-from cbatch.cli.parser import CommandParser
 from cbatch.core.prices.calibration import Calibration
 from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
@@ -236,7 +235,9 @@ def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = CommandParser(prog="python -m bench.simulator.compare", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m bench.simulator.compare", description=__doc__
+    )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--policy", nargs="+", help="lookahead policies")
     parser.add_argument("--load", type=float, nargs="+", help="shares of the simulated capacity")
