@@ -155,7 +155,7 @@ class ChatSession:
         with _stop_on_interrupt() as stopped:
             while True:
                 for output in self.engine.step():
-                    for part, is_draft in _read(output, reader):
+                    for part, is_draft in read_reply(output, reader):
                         self._show(part, is_draft, previous=parts[-1] if parts else None)
                         parts.append(part)
                     self._console.file.flush()
@@ -178,7 +178,7 @@ class ChatSession:
             self._console.file.write(text)
 
 
-def _read(output: Output, reader: ReplyReader) -> Iterator[tuple[Part, bool]]:
+def read_reply(output: Output, reader: ReplyReader) -> Iterator[tuple[Part, bool]]:
     """Yield the parts of the answer that an output adds, and whether each is an accepted draft. A
     part that was held back counts with the token that completed it."""
     for i, piece in enumerate(output.pieces):

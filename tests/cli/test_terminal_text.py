@@ -75,7 +75,7 @@ def test_answers_and_thoughts_of_a_chat_are_shown(
     pieces = [*((Thought(each), drafts) for each in text), *((each, drafts) for each in text)]
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(chat_session, "_read", lambda output, reader: pieces)
+    monkeypatch.setattr(chat_session, "read_reply", lambda output, reader: pieces)
     params = SamplingParams(max_tokens=1)
     session = ChatSession(make_engine(), FORMAT, params, TextConsole(stderr=True), None, drafts)
     session.say("hello")

@@ -53,7 +53,7 @@ def test_tokens_do_not_depend_on_threads_that_come_and_go(
     models = tiny_model(vocab_size=VOCAB), tiny_model(vocab_size=VOCAB, noise=0.1)
     torch.set_num_threads(1)
     expected = run(models, lookahead, depth)
-    monkeypatch.setattr(threads, "_MEASURED_S", 0.0)
+    monkeypatch.setattr(threads, "MEASURED_S", 0.0)
     changes: list[int] = []
 
     def flip(self: SamplingThreads, running: float, now_s: float) -> None:

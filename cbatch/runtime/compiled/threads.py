@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-_MEASURED_S = 0.01  # measured time after which `SamplingThreads` decides
+MEASURED_S = 0.01  # measured time after which `SamplingThreads` decides
 _RUNNING = 0.75  # share of that time in which the thread runs, unless the processors are busy
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 8.0
 
@@ -58,7 +58,7 @@ class SamplingThreads:
         end_s = time.perf_counter()
         self._wall_s += end_s - start_s
         self._running_s += time.thread_time() - running_s
-        if self._wall_s >= _MEASURED_S:
+        if self._wall_s >= MEASURED_S:
             self.decide(self._running_s / self._wall_s, end_s)
             self._wall_s = self._running_s = 0.0
 
