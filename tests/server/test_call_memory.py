@@ -29,9 +29,9 @@ LIMIT_BYTES = 16 * BIG
 
 
 @contextmanager
-def served(**options: Any) -> Iterator[tuple[Client, MemoryBudget]]:
+def served(limit_bytes: int = LIMIT_BYTES, **options: Any) -> Iterator[tuple[Client, MemoryBudget]]:
     engine = make_engine(max_num_seqs=1, max_model_len=2**15, num_blocks=2**12)
-    limits = ConnectionLimits(max_held_bytes=LIMIT_BYTES)
+    limits = ConnectionLimits(max_held_bytes=limit_bytes)
     with (
         watched() as budgets,
         serving(engine, chat_template=TEMPLATE, connections=limits, **options) as client,
@@ -100,34 +100,35 @@ def test_a_short_call_counts_the_conversation_that_it_continues(path: str, strea
         assert sample(client, REFUSALS, reason="call_bytes") == 1
 
 
-ECHO = {"input": "ab", "max_output_tokens": 2, "user": LONG * 2}
+ECHO = {"input": "ab", "max_output_tokens": 2, "user": LONG * 6}
 
 
 @pytest.mark.parametrize(
     ("body", "held_bytes"),
     [
-        (ECHO, 7 * BIG),
-        (ECHO | {"stream": True}, 9 * BIG),
-        (ECHO | {"stream": True, "store": False}, 9 * BIG),
+        (ECHO, 22 * BIG),
+        (ECHO | {"stream": True}, 28 * BIG),
+        (ECHO | {"stream": True, "store": False}, 28 * BIG),
     ],
 )
 def test_what_a_client_does_not_read_counts_until_it_leaves(
     body: dict[str, Any], held_bytes: int
 ) -> None:
-    chat = {"messages": USER, "max_tokens": 1, "junk": LONG}
-    with served() as (client, memory):
+    """The system's own buffers hold less than the response."""
+    chat, limit_bytes = {"messages": USER, "max_tokens": 1, "junk": LONG}, 40 * BIG
+    with served(limit_bytes) as (client, memory):
         with closing(deaf(client.port, post(body, path=RESPONSES.encode()))):
             wait_until(lambda: memory.num_bytes > held_bytes)
             assert client.post(chat, CHAT)[0] == 200
-            with fill(client, memory, LIMIT_BYTES - memory.num_bytes - BIG // 2):
-                wait_until(lambda: memory.num_bytes > LIMIT_BYTES - BIG)
+            with fill(client, memory, limit_bytes - memory.num_bytes - BIG // 2):
+                wait_until(lambda: memory.num_bytes > limit_bytes - BIG)
                 assert client.post(chat, CHAT)[0] == 503
                 assert client.post({"prompt": "a", "max_tokens": 2})[0] == 200
         wait_until(lambda: memory.num_bytes == 0)
 
 
 def test_a_slow_reader_gets_all_bytes_of_a_long_response() -> None:
-    with served() as (client, _):
+    with served(40 * BIG) as (client, _):
         _, answer, _ = client.post(ECHO, RESPONSES)
         for _ in range(2):
             status, again = client.get(f"{RESPONSES}/{answer['id']}")
