@@ -43,7 +43,6 @@ LAYERS = {
         "report",
     ),
     "bench/load": ("cli", "run", "client"),
-    "tools": ("heads", "demo_pair"),
     "triton_kernels": (
         "slots",
         "verification",

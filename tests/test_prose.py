@@ -134,7 +134,7 @@ DOCUMENTS = (
     "bench/results/README.md",
     "cbatch/demo/head/README.md",
     "docs",
-    "tools/heads/smollm2/README.md",
+    "tools/smollm2_head/README.md",
 )
 
 

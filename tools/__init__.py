@@ -1,1 +1,1 @@
-"""Programs of a checkout that are not installed: training of the demo pair and of heads."""
+"""Parts of a checkout that are not installed: the recipe of the demo pair, a head for SmolLM2."""

@@ -37,8 +37,6 @@ COMMANDS = {
 }
 # Group of entry points. Each is an `add_parser`, under its command's name with `-` for a space.
 GROUP = "cbatch.commands"
-# Removed commands, each with the remedy that its error message names.
-REMOVED = {"train-head": "run python -m tools.heads in a checkout of cbatch"}
 # Two-word commands. They cannot be subparsers of `sim`: its first argument may be a trace file.
 TWO_WORDS = ("sim capacity",)
 
@@ -148,8 +146,6 @@ def _run(argv: Sequence[str] | None, parser_of: Callable[[str], argparse.Argumen
     if " ".join(words[:2]) in TWO_WORDS:
         words[:2] = [" ".join(words[:2])]
     try:
-        if words[:1] and words[0] in REMOVED:
-            raise FieldError(words[0], "is no longer a command of cbatch", REMOVED[words[0]])
         with _early_engine(words):
             args = parser_of(words[0] if words else "").parse_args(words)
             require_place("--json", getattr(args, "json", None))

@@ -92,12 +92,6 @@ def test_errors_suggest_the_option_and_show_the_commands_usage(
     assert len(said.splitlines()) < 10, "the usage is too long"
 
 
-def test_a_removed_command_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train-head", "smollm2", "--out", "head"]) == 2
-    assert "train-head: is no longer a command" in (said := capsys.readouterr().err)
-    assert "python -m tools.heads" in said
-
-
 def test_nothing_is_suggested_without_a_similar_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--zzzzzz"])

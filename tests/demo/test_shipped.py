@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from tokenizers import Tokenizer
 
 from cbatch.demo import demo_paths, demo_prompts
-from tools.demo_pair.checkpoint import load_pretrained
-from tools.demo_pair.data import HELD_OUT_MODULES
-from tools.demo_pair.evaluate import agreements, folder_bytes
-from tools.demo_pair.sample import cut_at, generate
-from tools.demo_pair.tokenizer import load_tokenizer
+from tools.demo_pair.text import HELD_OUT_MODULES
+from tools.demo_pair.train import agreements, continue_prompts, load_pretrained
 
 TARGET_FOLDER, DRAFT_FOLDER = demo_paths()
 
@@ -23,29 +21,29 @@ def pair():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(TARGET_FOLDER)
+    return Tokenizer.from_file(str(TARGET_FOLDER / "tokenizer.json"))
 
 
 def test_sizes(pair):
     target, draft = (sum(p.numel() for p in net.parameters()) for net in pair)
     assert 5_000_000 <= target <= 10_000_000
     assert draft < 1_000_000
-    assert folder_bytes(TARGET_FOLDER, DRAFT_FOLDER) <= 16_000_000
+    files = [file for folder in (TARGET_FOLDER, DRAFT_FOLDER) for file in folder.iterdir()]
+    assert sum(file.stat().st_size for file in files) <= 16_000_000
 
 
 def test_the_draft_is_accepted_on_held_out_prompts(pair, tokenizer):
     prompts = [encoding.ids for encoding in tokenizer.encode_batch(demo_prompts()[::2])]
-    hits, _ = agreements(*pair, prompts, tokenizer.token_to_id("<|endoftext|>"))
-    flat = [hit for row in hits for hit in row]
-    assert len(flat) > 500
-    assert sum(flat) / len(flat) >= 0.55
+    hits = [hit for row in agreements(*pair, prompts) for hit in row]
+    assert len(hits) > 500
+    assert sum(hits) / len(hits) >= 0.55
 
 
 def test_the_target_writes_python(pair, tokenizer):
     """It continues a plain function head by an indented body with a return."""
     prompt = 'def get_name(self):\n    """Return the name."""'
-    new = generate(pair[0], [tokenizer.encode(prompt).ids], 24)[0]
-    text = tokenizer.decode(cut_at(new, 0))
+    new = continue_prompts(pair[0], [tokenizer.encode(prompt).ids], 24)[0].tolist()
+    text = tokenizer.decode(new).partition("<|endoftext|>")[0]
     assert text.startswith("\n    ")
     assert "return" in text
 

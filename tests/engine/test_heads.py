@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-import tools.heads
+import tools
 from bench.peers.gguf_writer import Q8_0, convert, gguf_bytes
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
@@ -32,7 +32,7 @@ from tests.runtime.test_eagle import Cold
 from tests.smollm2 import needs_smollm2
 
 TARGET = demo_paths()[0]
-SMOLLM2_HEAD = Path(tools.heads.__file__).parent / "smollm2"
+SMOLLM2_HEAD = Path(tools.__file__).parent / "smollm2_head"
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 PROMPTS = demo_prompts()[:6]
 

@@ -1,1 +1,1 @@
-"""The recipe of the demo pair that `cbatch.demo` ships: data, training, evaluation, model card."""
+"""The recipe of the demo pair in `cbatch/demo`."""
