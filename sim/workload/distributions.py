@@ -113,7 +113,7 @@ def _parse(
         raise FieldError(option, f"{text!r} is not known", remedy)
     for parameter, value in zip(names, values, strict=False):
         if remedy := number_problem(value):
-            raise FieldError(option, f"{text!r} is not allowed", remedy)
+            raise FieldError(option, f"{text!r}: {parameter} {value} is not allowed", remedy)
         if parameter in _INTEGERS and not value.is_integer():
             problem = f"{text!r}: {parameter} is not a whole number"
             raise FieldError(option, problem, "give a number of tokens")

@@ -42,7 +42,7 @@ def test_prompts_with_different_salts_share_no_prefix_in_the_trace(tmp_path: Pat
         for at, salt in enumerate((None, "a", "b", "a")):
             world.add(make_request(f"r{at}", range(40), cache_salt=salt, max_tokens=2))
             world.run()
-    requests, _ = read_recording(path)
+    requests, *_ = read_recording(path)
     assert [each.hash_ids for each in requests].count(requests[1].hash_ids) == 2
     assert len({name for each in requests for name in each.hash_ids or ()}) == 3 * 10
 

@@ -174,7 +174,7 @@ def test_fates_of_a_rerun_are_those_recorded(
         return
     assert again.checked > (100 if drafter == "model" else 50)
     rows = [row for row in recording.drafts if row.drafted]
-    assert sum(row.accepted for row in rows) > 20
+    assert sum(row.accepted for row in rows) > 15
     wrong = [row._replace(accepted=(row.accepted + 1) % (row.drafted + 1)) for row in rows]
     assert rerun(recording._replace(drafts=wrong), drafter, K, core).differing > len(rows) // 2
 
@@ -439,8 +439,7 @@ def test_a_damaged_log_names_the_line_and_a_cut_one_is_used(
     lines = content.splitlines(keepends=True)
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"".join([*lines[:6], b'{"type":"Planned"}\n', *lines[7:]]))
-    with pytest.raises(FieldError, match="line 7: damaged record"):
-        read_run(damaged)
+    assert "line 7: damaged record" in read_run(damaged).warnings[0]
     cut = tmp_path / "cut"
     cut.write_bytes(content[: 2 * len(content) // 3])
     recording = read_run(cut)

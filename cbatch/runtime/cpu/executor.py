@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import Request
-from cbatch.core.scheduler.executor import errors_of_row
+from cbatch.core.scheduler.executor import RowError
 from cbatch.core.scheduler.plan import Deltas, RowStatus, ShadowEvidence, StepPlan, StepResult
 from cbatch.runtime.compiled.threads import sampling_threads
 from cbatch.runtime.cpu.decoder import Model
@@ -145,10 +145,12 @@ class TorchExecutor:
             if self.drafter is not None:
                 self.drafter.zero_blocks(deltas.zeroed_blocks)
         for admission in deltas.new_sequences:
-            with errors_of_row(admission.slot, admission.generation):
+            try:
                 table.admit(admission)
                 if self.drafter is not None:
                     self.drafter.admit(admission)
+            except Exception as error:
+                raise RowError(admission.slot, admission.generation, error) from error
         if len(deltas.append_slots):
             table.append_blocks(deltas)
 
