@@ -81,9 +81,9 @@ async def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
         if call in streams:
             raise CallError(Failure.TRUNCATED, f"a stream ended after {call.chunks} tokens")
 
-    async def wait_for(tokens: int) -> float:
+    async def wait_for(tokens: Sequence[int]) -> float:
         async with asyncio.timeout(_START_S):
-            while min(stream.chunks for stream in streams) < tokens:
+            while any(call.chunks < n for call, n in zip(streams, tokens, strict=True)):
                 await asyncio.sleep(0.02)
         return time.monotonic()
 
@@ -95,8 +95,7 @@ async def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
                 group.create_task(send(call, f"Story {call.index}: once upon a time"))
                 for call in streams
             ]
-            first_s = await wait_for(_FIRST_TOKENS)
-            begin_s = await wait_for(_CALM_TOKENS)
+            begin_s = await wait_for([_CALM_TOKENS] * load.streams)
             tokens_before, sent = sum(call.chunks for call in streams), []
             for call in prompts:
                 ids = [rng.choice(_IDS) for _ in range(load.prompt_tokens)]
@@ -104,6 +103,7 @@ async def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
                 await asyncio.sleep(load.every_s)
             await asyncio.gather(*sent)
             tokens = sum(call.chunks for call in streams) - tokens_before
+            await wait_for([call.chunks + 1 for call in streams])  # the gaps in which they ended
             for task in running:
                 task.cancel()
     except* CallError as errors:
@@ -113,8 +113,9 @@ async def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
     end_s, times_s = max(call.first_s for call in prompts), [np.array(c.chunk_s) for c in streams]
     ends_s = np.concatenate([each[1:] for each in times_s])
     gaps_s = np.concatenate([np.diff(each) for each in times_s])
-    calm = np.sort(gaps_s[(first_s < ends_s) & (ends_s < begin_s)]).tolist()
-    loaded = np.sort(gaps_s[(begin_s <= ends_s) & (ends_s <= end_s)]).tolist()
+    settled = np.concatenate([np.arange(1, len(each)) >= _FIRST_TOKENS for each in times_s])
+    calm = np.sort(gaps_s[settled & (ends_s < begin_s)]).tolist()
+    loaded = np.sort(gaps_s[(begin_s <= ends_s) & (ends_s - gaps_s <= end_s)]).tolist()
     seconds, read_tokens = end_s - begin_s, load.prompts * load.prompt_tokens
     return {
         "calm_p50_ms": 1e3 * _quantile(calm, 0.5),
