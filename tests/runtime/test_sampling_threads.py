@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def test_tokens_do_not_depend_on_threads_that_come_and_go(
     monkeypatch.setattr(threads, "MEASURED_S", 0.0)
     changes: list[int] = []
 
-    def flip(self: SamplingThreads, running: float, now_s: float) -> None:
+    def flip(self: SamplingThreads, row_s: float, now_s: float) -> None:
         self.single = len(changes) % 3 == 1
         changes.append(num_threads())
 
@@ -70,56 +69,43 @@ def test_tokens_do_not_depend_on_threads_that_come_and_go(
     sampling_threads.single = False
 
 
-@contextmanager
-def measured(running: float, at_s: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace the clocks: a measurement takes 20 ms, of which the thread runs a share."""
-    clock = iter([(0.0, 0.0), (0.02, 0.02 * running)])
-    now: list[tuple[float, float]] = []
+class Clock:
+    """Replaces the clock: a context takes `several_s` or `one_s`, by its number of threads."""
 
-    def wall() -> float:
-        now.append(next(clock))
-        return at_s[0] + now[-1][0]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(threads.time, "perf_counter", lambda: self.now_s)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(threads.time, "perf_counter", wall)
-        patch.setattr(threads.time, "thread_time", lambda: now[-1][1])
-        yield
-    at_s[0] += 0.02
-
-
-def settle(
-    chosen: SamplingThreads, running: float, seconds: float, at_s: list[float], patch: Any
-) -> list[bool]:
-    """Return whether each part of `seconds` had a single thread."""
-    singles, end_s = [], at_s[0] + seconds
-    while at_s[0] < end_s:
-        with measured(running, at_s, patch), chosen.limited():
-            singles.append(torch.get_num_threads() == 1)
-    return singles
+    def run(
+        self, chosen: SamplingThreads, several_s: float, one_s: float, seconds: float
+    ) -> list[bool]:
+        """Return whether each context of `seconds` had a single thread."""
+        singles, end_s = [], self.now_s + seconds
+        while self.now_s < end_s:
+            with chosen.limited(rows=8):
+                singles.append(torch.get_num_threads() == 1)
+                self.now_s += one_s if singles[-1] else several_s
+        return singles
 
 
-def test_waits_for_a_processor_end_and_begin_a_single_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_faster_number_of_threads_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(2)
-    chosen, at_s = SamplingThreads(), [100.0]
-    assert not any(settle(chosen, 0.97, 2, at_s, monkeypatch)), "a quiet machine"
-    busy = settle(chosen, 0.4, 5, at_s, monkeypatch)
-    assert busy[0] is False and all(busy[1:]), "its own processor is busy, too: nothing is tried"
-    assert settle(chosen, 0.97, 1, at_s, monkeypatch)[-1] is False, "quiet again"
+    chosen, clock = SamplingThreads(), Clock(monkeypatch)
+    quiet = clock.run(chosen, 0.02, 0.03, 60)
+    assert sum(quiet) / len(quiet) < 0.02, "a quiet machine"
+    busy = clock.run(chosen, 0.2, 0.06, 60)
+    assert busy[0] is False and all(busy[2:8]), "tried as soon as sampling is slower"
+    assert sum(busy) / len(busy) > 0.97
+    assert clock.run(chosen, 0.02, 0.06, 10)[-1] is False, "quiet again"
     assert torch.get_num_threads() == 2
 
 
 def test_threads_are_tried_less_and_less_often_while_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This thread has a processor, and the other has none: only several threads wait."""
     torch.set_num_threads(3)
-    chosen, at_s, singles = SamplingThreads(), [100.0], []
-    for _ in range(3000):
-        with measured(1.0 if chosen.single else 0.3, at_s, monkeypatch), chosen.limited():
-            singles.append(torch.get_num_threads() == 1)
-    tries = [i for i, single in enumerate(singles) if not single]
+    singles = Clock(monkeypatch).run(SamplingThreads(), 0.02, 0.03, 60)
+    tries = [i for i, single in enumerate(singles) if single]
     assert 5 < len(tries) < 20, "a minute"
     gaps = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
     assert gaps[0] < gaps[1] < gaps[2] < gaps[3] <= gaps[-1] < 500, "at most 10 s apart"

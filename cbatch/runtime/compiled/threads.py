@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 MEASURED_S = 0.01  # measured time after which `SamplingThreads` decides
-_RUNNING = 0.75  # share of that time in which the thread runs, unless the processors are busy
+_SLOWER = 1.5  # times the usual time per row, after which the other number is tried
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 8.0
 
 
@@ -40,37 +41,49 @@ def single_torch_thread() -> Iterator[None]:
 
 
 class SamplingThreads:
-    """Gives sampling one torch thread while other programs keep the processors busy: torch waits
-    for all its threads, also for one without a processor, hundreds of times in a step. The share of
-    time in which the calling thread runs shows this. Several threads are tried again after a pause,
-    which doubles while that fails. The bits of sampling do not depend on their number."""
+    """Gives sampling several torch threads or one, whichever has been faster. While other programs
+    keep the processors busy, torch waits hundreds of times in a step for a thread without a
+    processor. The other number is tried when sampling becomes slower, and after a pause, which
+    doubles while that fails. The bits of sampling do not depend on the number."""
 
     def __init__(self) -> None:
-        self.single, self._pause_s, self._since_s = False, _FIRST_PAUSE_S, 0.0
-        self._wall_s = self._running_s = 0.0
+        self.single = False
+        self._wall_s, self._rows = 0.0, 0
+        self._row_s = self._other_row_s = math.inf  # time per row now, and before the last switch
+        self._trying, self._pause_s, self._since_s = False, _FIRST_PAUSE_S, 0.0
 
     @contextmanager
-    def limited(self) -> Iterator[None]:
-        """Measure what runs in this context, on one torch thread if the processors are busy."""
-        start_s, running_s = time.perf_counter(), time.thread_time()
+    def limited(self, rows: int = 0) -> Iterator[None]:
+        """Run this context on the chosen number of threads, and measure its time if it has
+        `rows`."""
+        start_s = time.perf_counter()
         with single_torch_thread() if self.single else nullcontext():
             yield
-        end_s = time.perf_counter()
-        self._wall_s += end_s - start_s
-        self._running_s += time.thread_time() - running_s
-        if self._wall_s >= MEASURED_S:
-            self.decide(self._running_s / self._wall_s, end_s)
-            self._wall_s = self._running_s = 0.0
+        if rows:
+            end_s = time.perf_counter()
+            self._wall_s += end_s - start_s
+            self._rows += rows
+            if self._wall_s >= MEASURED_S:
+                self.decide(self._wall_s / self._rows, end_s)
+                self._wall_s, self._rows = 0.0, 0
 
-    def decide(self, running: float, now_s: float) -> None:
-        """Choose the number of threads, given the share of time in which this thread ran."""
-        since_s = now_s - self._since_s  # since the number of threads changed
-        if not self.single and running < _RUNNING:
-            failed_s = 2 * self._pause_s if since_s < self._pause_s else _FIRST_PAUSE_S
-            self._pause_s = min(failed_s, _MAX_PAUSE_S)
-            self.single, self._since_s = True, now_s
-        elif self.single and running >= _RUNNING and since_s >= self._pause_s:
-            self.single, self._since_s = False, now_s
+    def decide(self, row_s: float, now_s: float) -> None:
+        """Choose the number of threads, given the measured time per row."""
+        since_s = now_s - self._since_s
+        if self._trying:
+            self._trying = False
+            if row_s > self._other_row_s:
+                self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
+                self.single = not self.single
+            else:
+                self._row_s, self._pause_s = row_s, _FIRST_PAUSE_S
+        elif since_s >= self._pause_s or (
+            row_s > _SLOWER * self._row_s and since_s >= _FIRST_PAUSE_S
+        ):
+            self._other_row_s, self._since_s = row_s, now_s
+            self.single, self._trying = not self.single, True
+        else:
+            self._row_s = min(self._row_s, row_s)
 
 
 sampling_threads = SamplingThreads()

@@ -228,7 +228,7 @@ class TorchExecutor:
         at = rows.wants.nonzero()[0]
         drafts, slots = None if drafts is None else drafts[at], rows.slots[at]
         rows_to_verify = RowsToVerify(slots, rows.known[at], num_drafted[at], drafts, probs)
-        with sampling_threads.limited():
+        with sampling_threads.limited(len(slots)):
             return verify(logits, rows_to_verify, self.table), prompts
 
     def _prompt_rows(self, rows: _Rows) -> I64:
