@@ -27,7 +27,7 @@ from cbatch.engine.model_files import (
 )
 from cbatch.engine.model_impl import check_files
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.prices.startup import with_prices
+from cbatch.engine.prices.startup import cached_invariance, with_prices
 from cbatch.engine.scheduler_config import allowed_drafters, scheduler_config
 from cbatch.engine.threaded import ThreadedExecutor
 from cbatch.grammars import Grammars
@@ -89,11 +89,10 @@ def load_core(
                 lambda: tokenizer or tokenizer_of(source), config.vocab_size, config.eos_ids
             )
         executor = loaded.executor(config, grammars, SamplingParams(**defaults))
-        paths, records = (model, draft), log is not None
-        config = with_prices(
-            config, executor, paths, models, options.kv_cache_dtype, records=records
-        )
-        info = describe_engine(model, draft, models, config, defaults, loaded.batch_invariance())
+        paths, kv_dtype = (model, draft), options.kv_cache_dtype
+        config = with_prices(config, executor, paths, models, kv_dtype, records=log is not None)
+        invariance = cached_invariance(paths, models, kv_dtype, loaded.batch_invariance)
+        info = describe_engine(model, draft, models, config, defaults, invariance)
         for line in info.lines():
             _logger.info(line)
         depth = loaded.backend.default_overlap if options.overlap is None else options.overlap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,8 +13,9 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.demo import demo_paths
-from cbatch.engine.prices.startup import cached_profile, can_profile, profile_costs, shapes_for
+from cbatch.engine.prices.startup import can_profile, profile_costs, shapes_for
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
+from cbatch.system.cache import cached_result
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.modelled import ModelledExecutor
 from tests.checking.cost import LinearCost
@@ -101,18 +103,21 @@ def test_a_profile_is_cached_by_its_conditions(tmp_path, caplog):
         made.append(CostProfile(tokens=(1, 2), target_s=(1.0, 1.5 + len(made))))
         return made[-1]
 
+    def cached(key: dict[str, str], folder: Path = tmp_path) -> CostProfile:
+        return cached_result("costs", key, CostProfile, measure, folder)
+
     caplog.set_level(logging.WARNING, logger="cbatch")
     key = {"model": "a", "cpu": "x"}
-    first = cached_profile(key, measure, tmp_path)
-    assert cached_profile(dict(reversed(key.items())), measure, tmp_path) == first
-    assert cached_profile({**key, "cpu": "y"}, measure, tmp_path) != first and len(made) == 2
+    first = cached(key)
+    assert cached(dict(reversed(key.items()))) == first
+    assert cached({**key, "cpu": "y"}) != first and len(made) == 2
     for path in tmp_path.glob("*.json"):
         path.write_text('{"tokens": [1')
-    cached_profile(key, measure, tmp_path)
+    cached(key)
     assert len(made) == 3 and "measuring again" in caplog.text
-    assert cached_profile(key, measure, tmp_path) == made[-1], "the broken file was replaced"
+    assert cached(key) == made[-1], "the broken file was replaced"
     (tmp_path / "file").touch()
-    assert cached_profile(key, measure, tmp_path / "file" / "costs") == made[-1]
+    assert cached(key, tmp_path / "file" / "costs") == made[-1]
     assert len(made) == 4 and "could not be cached" in caplog.text
 
 

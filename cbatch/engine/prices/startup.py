@@ -6,10 +6,7 @@ verification are all timed. Their sequences are synthetic and need no prefill.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +24,9 @@ from cbatch.core.speculation.build import policy_class
 from cbatch.engine.prices.fit import fit_profile
 from cbatch.engine.prices.meter import StepMeter
 from cbatch.runtime.backend import LoadedModels
-from cbatch.system.cache import cache_folder
+from cbatch.system.cache import cached_result
 
+_PROBE_VERSION = 1  # of the test for batch invariance; results of another are not used
 VERSION = 4  # version of measurement and fit; cached prices of another version are measured again
 CONTEXT_TOKENS = 64  # length of a row, drafts not included
 LONG_CONTEXT_TOKENS = 512  # length of a row in shapes for the price of a context token
@@ -46,7 +44,6 @@ _EQUAL_STEPS = 5
 _SETTLING_S = 0.01
 _MAX_ROUNDS = 15  # after the warm-up round
 _BUDGET_S = 3.0  # default time for all measurements
-_logger = logging.getLogger("cbatch")
 
 
 class StepShape(NamedTuple):
@@ -86,23 +83,10 @@ def with_prices(
     """Return `config` with prices, measured now or at an earlier start, if its policy uses prices
     or the engine `records` a step log, which then has them. If the engine is too small for the
     shapes, prices are learned while serving."""
-    import torch
-
     if not (records or policy_class(config.lookahead.policy).priced) or not can_profile(config):
         return config
-    target = models.target
-    loaded_models = [target] if models.draft is None else [target, models.draft]
-    key = {
+    key = models_key(paths, models, kv_cache_dtype) | {
         "version": VERSION,
-        "models": [None if path is None else str(path) for path in paths],
-        "shapes": [repr(m.config) for m in loaded_models],
-        "dtype": [str(target.dtype), kv_cache_dtype],
-        "numerics": target.numerics,
-        "weights": [m.matrix_bytes for m in loaded_models],
-        **models.price_key,
-        "threads": torch.get_num_threads(),
-        "ranks": models.num_ranks,
-        "torch": str(torch.__version__),
         "slots": config.max_num_seqs,
         "blocks": [config.num_blocks, config.block_size],
         "tokens": [config.max_num_batched_tokens, config.max_model_len],
@@ -112,8 +96,40 @@ def with_prices(
     if not max_drafts(config):  # the executor has no drafter
         measured = msgspec.structs.replace(config, drafter=None, draft_context_tokens=None)
         key["drafter"] = ()
-    profile = cached_profile(key, lambda: profile_costs(executor, measured))
+    profile = cached_result("costs", key, CostProfile, lambda: profile_costs(executor, measured))
     return msgspec.structs.replace(config, cost_profile=profile)
+
+
+def cached_invariance(
+    paths: tuple[str | Path, str | Path | None],
+    models: LoadedModels,
+    kv_cache_dtype: str,
+    probe: Callable[[], tuple[bool, str]],
+) -> tuple[bool, str]:
+    """Return the result of `probe`, a test for batch invariance, now or at an earlier start."""
+    key = models_key(paths, models, kv_cache_dtype) | {"version": _PROBE_VERSION}
+    return cached_result("invariance", key, tuple[bool, str], probe)
+
+
+def models_key(
+    paths: tuple[str | Path, str | Path | None], models: LoadedModels, kv_cache_dtype: str
+) -> dict[str, object]:
+    """Return what results measured with loaded models depend on: models, machine and code."""
+    import torch
+
+    target = models.target
+    loaded_models = [target] if models.draft is None else [target, models.draft]
+    return {
+        "models": [None if path is None else str(path) for path in paths],
+        "shapes": [repr(m.config) for m in loaded_models],
+        "dtype": [str(target.dtype), kv_cache_dtype],
+        "numerics": target.numerics,
+        "weights": [m.matrix_bytes for m in loaded_models],
+        **models.price_key,
+        "threads": torch.get_num_threads(),
+        "ranks": models.num_ranks,
+        "torch": str(torch.__version__),
+    }
 
 
 def max_drafts(config: SchedulerConfig) -> int:
@@ -132,34 +148,6 @@ def profile_costs(
     samples = _StepRunner(executor, config).measure(shapes_for(config), budget_s)
     executor.reset()
     return fit_profile(samples, at_startup=True)
-
-
-def cached_profile(
-    key: Mapping[str, object], measure: Callable[[], CostProfile], folder: Path | None = None
-) -> CostProfile:
-    """Return the profile cached for `key` (all that prices depend on), or measure and cache one. A
-    file that cannot be read or written is logged, and is no error."""
-    folder = folder or cache_folder("costs")
-    if folder is None:
-        _logger.warning("no cache folder (set HOME or XDG_CACHE_HOME): measuring step costs")
-        return measure()
-    digest = hashlib.sha256(msgspec.json.encode(dict(sorted(key.items())))).hexdigest()[:24]
-    path = folder / f"{digest}.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=CostProfile)
-    except FileNotFoundError:
-        _logger.info("measuring step costs, to cache in %s", path)
-    except (OSError, msgspec.MsgspecError, ValueError) as error:
-        _logger.warning("step costs in %s cannot be used (%s): measuring again", path, error)
-    profile = measure()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(profile)))
-        part.replace(path)
-    except OSError as error:
-        _logger.warning("step costs could not be cached in %s: %s", path, error)
-    return profile
 
 
 def can_profile(config: SchedulerConfig) -> bool:
