@@ -14,8 +14,7 @@ from triton_kernels.build import ahead
 Kernels = dict[str, ahead.Specialisation]  # by key, see `ahead.listed`
 # Kernel groups. Log probabilities need no group: torch and the host compute them.
 SHAPED = "penalties, logit_bias, min_tokens, and allowed or banned tokens"
-BLOCKS = "verification in blocks"
-GROUPS = (SHAPED, BLOCKS)
+GROUPS = (SHAPED,)
 _NICENESS = 10  # niceness of the compiling processes, so that steps take precedence
 _logger = logging.getLogger("cbatch")
 
@@ -24,19 +23,19 @@ def groups_of_key(key: Hashable) -> frozenset[str]:
     """Return the groups of the kernels that the work with this key launches (see `Device.run`)."""
     match key:
         case ("draft", _, _, bool(shaped)):
-            return _named(shaped, False)
+            return _group_of(shaped)
         case ("decide", _, SamplingFeatures() as features):
-            return _named(features.shaped, features.blocks)
+            return _group_of(features.shaped)
     return frozenset()
 
 
 def groups_of(params: SamplingParams) -> frozenset[str]:
     """Return the groups that a request with these parameters may need."""
-    return _named(shapes_logits(params, has_stops=True), params.in_blocks and not params.greedy)
+    return _group_of(shapes_logits(params, has_stops=True))
 
 
-def _named(shaped: bool, blocks: bool) -> frozenset[str]:
-    return frozenset(group for group, needs in zip(GROUPS, (shaped, blocks), strict=True) if needs)
+def _group_of(shaped: bool) -> frozenset[str]:
+    return frozenset(GROUPS if shaped else ())
 
 
 class UncompiledKernels:

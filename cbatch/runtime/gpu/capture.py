@@ -18,7 +18,7 @@ from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.host_side import HostSide
 from cbatch.runtime.gpu.pending import HostBuffers
 from cbatch.runtime.gpu.slot_update import SlotUpdate
-from cbatch.runtime.gpu.target_pass import LOOKUP_FEATURES, MODEL_FEATURES, PLAIN
+from cbatch.runtime.gpu.target_pass import MODEL_FEATURES, PLAIN
 from triton_kernels.products.dense import MANY_ROWS
 
 _logger = logging.getLogger("cbatch")
@@ -73,7 +73,6 @@ class StepCapture:
             steps.target_pass.compute(device, count, longest)
         variants = MODEL_FEATURES[:1]
         if self._host_side.chains is not None:
-            variants = LOOKUP_FEATURES
             for alone in {True, steps.draft_passes is None}:
                 steps.take_guesses(device, alone=alone)
         if steps.draft_passes is not None:
@@ -90,7 +89,7 @@ class StepCapture:
         for count in sizes(steps.target_pass.most_logits):
             steps.target_pass.find_logits(device, count)
             for features, shaped, filtered in product(variants, (False, True), (False, True)):
-                if count > 1 or not features.blocks and not features.rejection_sampled:
+                if count > 1 or not features.rejection_sampled:
                     # A row with a draft has at least two rows of logits.
                     features = features._replace(shaped=shaped, filtered=filtered)
                     steps.target_pass.decide(device, count, features)

@@ -126,5 +126,5 @@ class DeviceSteps:
     def decide(self, bounds: Bounds, rows: int) -> None:
         """Queue verification and sampling from `rows` rows of logits."""
         sampled = bounds.rejection_sampled and self.draft_passes is not None
-        features = SamplingFeatures(bounds.shaped, bounds.filtered, sampled, bounds.blocks)
+        features = SamplingFeatures(bounds.shaped, bounds.filtered, sampled)
         self.target_pass.decide(self.queue, rows, features)

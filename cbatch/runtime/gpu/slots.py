@@ -15,7 +15,7 @@ from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.runtime.gpu import logits_processors as lists
 from cbatch.runtime.gpu.host_drafts import DraftPlan
 from cbatch.runtime.gpu.slot_update import SlotUpdate
-from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION
+from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION
 from triton_kernels.slots.state import ArenaSizes, FieldPlace, SlotWork
 
 Flags = NDArray[np.bool_]
@@ -35,14 +35,13 @@ class Bounds(NamedTuple):
     drafting: bool  # the draft model runs
     looked_up: int  # most drafts of a row from a lookup
     rejection_sampled: bool  # some drafts are sampled, and verified by rejection sampling
-    blocks: bool  # some rows use block verification
     shaped: bool  # some row has penalties, biases or token restrictions
     filtered: bool  # some row that is not greedy has top-k, top-p or min-p
 
 
 class HostSlots:
     """Occupied slots, the `generation` of each slot's sequence, and how it samples: `mode` is
-    GREEDY, REJECTION, BLOCK or COUPLED."""
+    GREEDY, REJECTION or COUPLED."""
 
     def __init__(self, sizes: ArenaSizes, places: dict[str, FieldPlace]) -> None:
         self._sizes, self._places = sizes, places
@@ -105,8 +104,6 @@ class HostSlots:
     def bounds(self, plan: StepPlan, draft_plan: DraftPlan) -> Bounds:
         deep, drafts = draft_plan.model > 0, draft_plan.model + draft_plan.looked_up
         new = plan.query_lens - plan.num_drafts
-        modes = self.mode[plan.slots]
-        blocks = bool((modes[drafts > 0] == BLOCK).any())
         return Bounds(
             tokens=int((new + drafts).sum()),
             longest=int((new + drafts).max(initial=0)),
@@ -117,8 +114,7 @@ class HostSlots:
             depth=int(draft_plan.model.max(initial=0)),
             drafting=bool((draft_plan.model | draft_plan.catch_up).any()),
             looked_up=int(draft_plan.looked_up.max(initial=0)),
-            rejection_sampled=blocks or bool((modes[deep] == REJECTION).any()),
-            blocks=blocks,
+            rejection_sampled=bool((self.mode[plan.slots][deep] == REJECTION).any()),
             shaped=bool(self.shaped[plan.slots].any()),
             filtered=bool(self._filtered[plan.slots].any()),
         )
@@ -164,8 +160,8 @@ class HostSlots:
         mode = REJECTION
         if params.greedy:
             mode = GREEDY
-        elif params.coupled or params.in_blocks:
-            mode = COUPLED if params.coupled else BLOCK
+        elif params.coupled:
+            mode = COUPLED
         self.mode[slot] = mode
         top_k = self._sizes.vocab if params.top_k is None else min(params.top_k, self._sizes.vocab)
         # 1 keeps every token; a sum that rounds to 1 early must not cut the tail.

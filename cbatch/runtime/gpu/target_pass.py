@@ -29,13 +29,10 @@ class SamplingFeatures(NamedTuple):
     shaped: bool = False  # penalties, biases or token restrictions
     filtered: bool = False  # top-k, top-p or min-p, of a row that is not greedy
     rejection_sampled: bool = False  # some drafts were sampled, so rejection sampling verifies them
-    blocks: bool = False  # block verification
 
 
 PLAIN = SamplingFeatures()
-LOOKUP_FEATURES = (PLAIN, SamplingFeatures(blocks=True))  # lookups do not sample their drafts
-_SAMPLED = SamplingFeatures(rejection_sampled=True)
-MODEL_FEATURES = (PLAIN, _SAMPLED, _SAMPLED._replace(blocks=True))
+MODEL_FEATURES = (PLAIN, SamplingFeatures(rejection_sampled=True))
 
 
 class TargetPass:
@@ -129,9 +126,7 @@ class TargetPass:
                 proposals = self._drafting.proposals(features.shaped)
             batch = self._batch(logits, features.shaped)
             starts = self.layout.logit_starts
-            decision = verify_logits(
-                batch, starts, proposals, filtered=features.filtered, blocks=features.blocks
-            )
+            decision = verify_logits(batch, starts, proposals, filtered=features.filtered)
         drafts = self._drafts
         advance(
             self._state,

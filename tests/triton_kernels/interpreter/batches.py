@@ -12,7 +12,6 @@ from cbatch.core.request.request import SamplingParams
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits, weights_of
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     GREEDY,
     IN_PROMPT,
@@ -46,8 +45,6 @@ class RequestSpec(NamedTuple):
     def mode(self) -> int:
         if self.params.greedy:
             return GREEDY
-        if self.params.in_blocks:
-            return BLOCK
         return COUPLED if self.params.coupled else REJECTION
 
 
@@ -64,7 +61,7 @@ def random_request(
 
     fields: dict[str, object] = {
         "temperature": rng.choice([0.0, 0.6, 1.0, 1.7], p=[0.1, 0.3, 0.3, 0.3]),
-        "verification": str(rng.choice(["rejection", "block", "coupled"])),
+        "verification": str(rng.choice(["rejection", "coupled"])),
         "max_tokens": 100,
     }
     if filters:

@@ -27,7 +27,6 @@ META = torch.device("meta")
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "rejection": {"verification": "rejection"},
-    "blocks": {"verification": "block"},
     "shaped": {"verification": "coupled", "frequency_penalty": 0.4, "top_k": 5},
     "log probabilities": {"logprobs": 3},
     "processed": {"logprobs": 2, "logprobs_mode": "processed", "presence_penalty": 0.5},
