@@ -8,7 +8,6 @@ from torch import Tensor
 from cbatch.runtime.sampling import rejection_sampler as verify
 from tests.triton_kernels.sampling_reference import shaped_logits, weights_of
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     GREEDY,
     REJECTION,
@@ -41,7 +40,7 @@ def verify_reference(
     greedy = torch.nn.functional.one_hot(x.argmax(dim=-1), x.shape[1]).float()
     verdicts = {
         mode: _verdict(mode, batch, greedy if mode == GREEDY else p, q, requests.modes == mode)
-        for mode in (GREEDY, COUPLED, REJECTION, BLOCK)
+        for mode in (GREEDY, COUPLED, REJECTION)
     }
     accepted, following = torch.zeros_like(counts), torch.zeros_like(counts)
     for mode, verdict in verdicts.items():
