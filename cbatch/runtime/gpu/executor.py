@@ -211,7 +211,7 @@ class GpuExecutor:
                 f"sequences in slots {plan.slots[status == fields.DOES_NOT_FIT].tolist()}"
             )
         emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
-        kv_lens, shadow = self.host_side.learn(plan, step.draft_plan, rows)
+        kv_lens = self.host_side.learn(plan, step.draft_plan, rows)
         row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
         emitted.cumsum(out=row_splits[1:])
         draft_s, target_s = step.durations_s
@@ -226,6 +226,5 @@ class GpuExecutor:
             draft_s=draft_s,
             target_s=target_s,
             draft_kv_lens=kv_lens,
-            shadow=shadow,
             logprobs=self._logprobs.describe(step.logprobs, all_rows),
         )

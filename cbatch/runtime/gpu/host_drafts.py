@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
-from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.executor import errors_of_row
-from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
+from cbatch.core.scheduler.plan import Deltas, StepPlan
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
@@ -32,7 +30,7 @@ class DraftPlan(NamedTuple):
     catch_up: I32  # tokens that the draft model ingests before it drafts
     looked_up: I32  # drafts from a lookup
     guesses: Mapping[int, tuple[int, I32]]  # by slot: number of known tokens, tokens after them
-    owners: DraftOwners | None = None
+    is_empty: bool = False  # no row drafts or catches up
 
     @classmethod
     def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
@@ -44,15 +42,7 @@ class DraftPlan(NamedTuple):
     @classmethod
     def empty(cls, plan: StepPlan) -> DraftPlan:
         zeros = np.zeros_like(plan.num_drafts)
-        return cls(zeros, zeros, zeros, {})
-
-
-class DraftOwners(NamedTuple):
-    """Slots that draft in a step, and their drafters; kept until the step's result."""
-
-    slots: I32
-    num_requested: I64  # drafts requested for each of `slots`
-    slots_by_drafter: dict[str, I32]
+        return cls(zeros, zeros, zeros, {}, is_empty=True)
 
 
 class LookupSettings(NamedTuple):
@@ -60,7 +50,6 @@ class LookupSettings(NamedTuple):
 
     lookups: Mapping[str, Lookup]
     default: tuple[str, ...]
-    model_price: float = 0.0
 
 
 class DeviceModel(NamedTuple):
@@ -142,7 +131,6 @@ class HostDrafts:
             model=self._model,
             lookups=self._lookups,
             default=settings.default,
-            model_price=settings.model_price,
         )
         self._chain.bind(table, num_blocks)
         self.check = self._chain.check
@@ -176,16 +164,12 @@ class HostDrafts:
             if self._model.on_device.is_head:
                 self._model.kv_len[slots] = known - 1
         rows = DraftRows(slots[at], known[at], drafts[at], catch_up[at])
-        proposal = self._chain.propose(rows)
+        self._chain.propose(rows)
         guesses = {k: v for lookup in self._lookups.values() for k, v in lookup.guesses.items()}
         looked_up = np.array([slot in guesses for slot in slots.tolist()]) * drafts
-        draft_plan = DraftPlan.empty(plan)._replace(
-            looked_up=looked_up.astype(np.int32), guesses=guesses
-        )
-        if self._model is not None:
-            draft_plan = self._of_model(plan, draft_plan, ahead)
-        drafted = rows.slots[proposal.num_drafted > 0]
-        return draft_plan._replace(owners=self._draft_owners(drafted, drafts, slots))
+        zeros = np.zeros_like(plan.num_drafts)
+        draft_plan = DraftPlan(zeros, zeros, looked_up.astype(np.int32), guesses)
+        return draft_plan if self._model is None else self._of_model(plan, draft_plan, ahead)
 
     def _of_model(self, plan: StepPlan, draft_plan: DraftPlan, ahead: I64) -> DraftPlan:
         """Add the draft model's part, for as many rows as fit its first pass."""
@@ -203,38 +187,13 @@ class HostDrafts:
         fits = ~is_raised | ((cost * is_raised).cumsum() <= available)
         return draft_plan._replace(model=model * fits, catch_up=catch_up * fits)
 
-    def _draft_owners(self, drafted: I32, drafts: I64, slots: I32) -> DraftOwners:
-        by_slot = dict(zip(slots.tolist(), drafts.tolist(), strict=True))
-        num_requested = np.array([by_slot[slot] for slot in drafted.tolist()], dtype=np.int64)
-        slots_by_drafter = {
-            name: np.array([s for s in drafted.tolist() if s in lookup.guesses], dtype=np.int32)
-            for name, lookup in self._lookups.items()
-        }
-        if self._model is not None:
-            looked_up = [slot for lookup in self._lookups.values() for slot in lookup.guesses]
-            slots_by_drafter[MODEL] = drafted[~np.isin(drafted, looked_up)]
-        return DraftOwners(drafted, num_requested, slots_by_drafter)
-
-    def learn(
-        self, plan: StepPlan, draft_plan: DraftPlan, known: I64, num_drafted: I32, draft_kv: I32
-    ) -> tuple[I32 | None, ShadowEvidence | None]:
-        """Take in the result of a step, after `table` has.
-
-        `known`, `num_drafted` and `draft_kv` have an entry for each row of the plan: known tokens
-        before the step, drafts, valid positions of the draft's KV. Returns `draft_kv` if it may
-        differ from the plan, and the score of lookups that did not draft. Rows whose slot
-        has another sequence by now are ignored."""
+    def learn(self, plan: StepPlan, draft_plan: DraftPlan, draft_kv: I32) -> I32 | None:
+        """Take in the valid positions of the draft's KV after a step, one for each row of the plan.
+        Return them if they may differ from the plan. Rows whose slot has another sequence by now
+        are ignored."""
         slots = plan.slots
-        at = (self._table.generation[slots] == plan.generations).nonzero()[0]
-        kv_lens = None
         if self._model is not None:
+            at = (self._table.generation[slots] == plan.generations).nonzero()[0]
             self._model.kv_len[slots[at]] = draft_kv[at]
-        if draft_plan.owners is not None:
-            if self._chain.kv_lens(slots) is not None:
-                kv_lens = draft_kv.copy()
-            self._chain.recall(slots[at], known[at], *draft_plan.owners)
-        drafts = None if draft_plan.owners is None else num_drafted[at].astype(np.int64)
-        shadow = self._chain.score(slots[at], drafts) if len(at) else None
-        if shadow is not None:
-            shadow = structs.replace(shadow, rows=at[shadow.rows].astype(np.int32))
-        return kv_lens, shadow
+        differs = not draft_plan.is_empty and self._chain.kv_lens(slots) is not None
+        return draft_kv.copy() if differs else None

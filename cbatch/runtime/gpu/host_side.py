@@ -8,7 +8,7 @@ import numpy as np
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.executor import errors_of_row
-from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
+from cbatch.core.scheduler.plan import Deltas, StepPlan
 from cbatch.runtime.gpu.host_drafts import (
     I32,
     DeviceModel,
@@ -95,20 +95,15 @@ class HostSide:
         """Return the slots that have a grammar and emit tokens in this step."""
         return plan.slots[:0] if self.known is None else self.known.masked(plan)
 
-    def learn(
-        self, plan: StepPlan, draft_plan: DraftPlan, rows: np.ndarray
-    ) -> tuple[I32 | None, ShadowEvidence | None]:
-        """Take in a step's result; return `draft_kv_lens` and `shadow` of its `StepResult`. `rows`
-        has a row for each row of the plan, packed by `triton_kernels.slots.advance`."""
-        drafted, draft_kv = rows[:, fields.DRAFTED], rows[:, fields.DRAFT_KV]
+    def learn(self, plan: StepPlan, draft_plan: DraftPlan, rows: np.ndarray) -> I32 | None:
+        """Take in a step's result; return `draft_kv_lens` of its `StepResult`. `rows` has a row for
+        each row of the plan, packed by `triton_kernels.slots.advance`."""
+        draft_kv, kv_lens = rows[:, fields.DRAFT_KV], None
+        if self.known is not None:
+            tokens = rows[:, fields.NUM_FIELDS :].astype(np.int64)
+            self.known.advance(plan, tokens, rows[:, fields.EMITTED])
+        if self.chains is not None:
+            kv_lens = self.chains.learn(plan, draft_plan, draft_kv)
         # A head's KV length is known after every step, whichever drafter was used.
-        kv_lens = draft_kv.copy() if self._model is not None and self._model.is_head else None
-        if self.known is None:
-            return kv_lens, None
-        before = self.known.num_tokens[plan.slots]
-        tokens = rows[:, fields.NUM_FIELDS :].astype(np.int64)
-        self.known.advance(plan, tokens, rows[:, fields.EMITTED])
-        if self.chains is None:
-            return kv_lens, None
-        chain_kv_lens, shadow = self.chains.learn(plan, draft_plan, before, drafted, draft_kv)
-        return chain_kv_lens if kv_lens is None else kv_lens, shadow
+        is_head = self._model is not None and self._model.is_head
+        return draft_kv.copy() if is_head else kv_lens

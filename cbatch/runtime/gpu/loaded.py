@@ -84,7 +84,7 @@ class GpuModels:
         """Create the executor, compile kernels and capture graphs; see `LoadedModels.executor`."""
         for model in filter(None, (self.target, self.draft)):
             check_pool(model.config, config.num_blocks, config.block_size)
-        lookups = LookupSettings(all_lookups(), config.default_chain, config.catch_up_price)
+        lookups = LookupSettings(all_lookups(), config.default_chain)
         executor = GpuExecutor(
             self.target,
             num_blocks=config.num_blocks,
