@@ -108,8 +108,8 @@ def test_a_row_goes_to_the_first_of_its_chain_that_has_something():
     chain.release(1)
     assert drafts(ask(chain, table, [2, 1]))[1] == []
     chain.reset()
-    chain.admit(admit(1, ("suffix",)))
-    assert drafts(ask(chain, table, [2, 1])) == [[], [9]]
+    chain.admit(admit(0, ("suffix",)))
+    assert drafts(ask(chain, table, [2])) == [[9, 9]]
 
 
 def test_a_model_that_is_not_loaded_or_past_its_context_is_passed_over():
