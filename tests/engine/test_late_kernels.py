@@ -11,7 +11,7 @@ import pytest
 
 from cbatch import FieldError, FinishReason, SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.runtime.gpu.background_kernels import GROUPS, SHAPED
+from cbatch.runtime.gpu.capture import GROUPS, SHAPED
 from cbatch.text.outputs import Choice
 from tests.checking.invariants import check_scheduler
 from tests.engine.late import HeldKernels, held_kernels

@@ -16,10 +16,10 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu import device_steps
-from cbatch.runtime.gpu.background_kernels import GROUPS
+from cbatch.runtime.gpu.capture import GROUPS
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
-from cbatch.runtime.gpu.kv_types import kv_dtype_of
+from cbatch.runtime.gpu.memory import kv_dtype_of
 from tests.gpu_proofs.driver import Launches
 from tests.gpu_proofs.meta import MetaDevice, OnlyQueued, Refused
 from tests.gpu_proofs.sizes import Size, decoder, device_of, draft_of

@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu import capture
-from cbatch.runtime.gpu.background_kernels import GROUPS, SHAPED, groups_of, groups_of_key
+from cbatch.runtime.gpu.capture import GROUPS, SHAPED, groups_of, groups_of_key
 from cbatch.runtime.gpu.device import CudaDevice
 from tests.gpu_proofs.driver import Launches, _Driver, recording
 from tests.gpu_proofs.launches import late

@@ -15,7 +15,7 @@ import triton.language as tl
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu import capture
 from cbatch.runtime.gpu import target_pass as verifying
-from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
+from cbatch.runtime.gpu.device import MOST_CAPTURED_TOKENS
 from tests.gpu_proofs.compiled import verdicts
 from tests.gpu_proofs.driver import Launches, recording
 from tests.gpu_proofs.launches import late, launches_of

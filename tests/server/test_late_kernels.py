@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.runtime.gpu.background_kernels import SHAPED
+from cbatch.runtime.gpu.capture import SHAPED
 from tests.engine.late import held_kernels
 from tests.server.http_client import serving, wait_until
 from tests.toy_engine import make_engine

@@ -70,7 +70,7 @@ class GpuBackend:
         pass
 
     def load(self, request: LoadRequest, ranks: RankGroup | None = None) -> GpuModels:
-        from cbatch.runtime.gpu.loading import load_models
+        from cbatch.runtime.gpu.loaded import load_models
 
         return load_models(request)
 

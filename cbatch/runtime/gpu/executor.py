@@ -10,15 +10,12 @@ import torch
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import Tuning
-from cbatch.runtime.gpu.background_kernels import UncompiledKernels
-from cbatch.runtime.gpu.capture import StepCapture
+from cbatch.runtime.gpu.capture import StepCapture, UncompiledKernels
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device_steps import DeviceSteps
-from cbatch.runtime.gpu.host_drafts import DeviceModel, LookupSettings
-from cbatch.runtime.gpu.host_side import HostSide
+from cbatch.runtime.gpu.device_steps import DeviceSteps, HostBuffers, Pending
+from cbatch.runtime.gpu.host_drafts import DeviceModel, HostSide, LookupSettings
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.memory import Draft, StepLimits
-from cbatch.runtime.gpu.pending import HostBuffers, Pending
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
 from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields

@@ -23,7 +23,7 @@ from cbatch.runtime.gpu.decoder import (
     project,
     weight_of,
 )
-from cbatch.runtime.gpu.one_call import lay_out
+from cbatch.runtime.gpu.modelling import lay_out
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder, FlatTokens, Hidden
-from cbatch.runtime.gpu.device import Device
-from cbatch.runtime.gpu.draft_pass import DraftPasses
-from cbatch.runtime.gpu.head_pass import HeadPasses
+from cbatch.runtime.gpu.device import MOST_CAPTURED_TOKENS, Device, aligned
+from cbatch.runtime.gpu.draft_pass import DraftPasses, HeadPasses
 from cbatch.runtime.kv_cache import KVCache
 from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Noise, Requests, Rows
 from triton_kernels.slots.advance import NUM_FIELDS, advance

@@ -23,9 +23,9 @@ from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.drafting.heads.trial import best_reading
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning
+from cbatch.runtime.gpu.draft_pass import DeviceStates
 from cbatch.runtime.gpu.executor import GpuExecutor
-from cbatch.runtime.gpu.head_pass import DeviceStates
-from cbatch.runtime.gpu.one_call import OneCall
+from cbatch.runtime.gpu.modelling import OneCall
 from cbatch.runtime.kv_cache import KVCache
 from tests.chi_square import chi_square_z
 from tests.runtime import made_heads
