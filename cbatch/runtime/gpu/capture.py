@@ -136,7 +136,7 @@ class StepCapture:
         for count, longest in product(sizes(limits.max_num_batched_tokens), lengths):
             steps.target_pass.compute(device, count, longest)
         variants = MODEL_FEATURES[:1]
-        if self._host_side.chains is not None:
+        if self._host_side.looks_up:
             for alone in {True, steps.draft_passes is None}:
                 steps.take_guesses(device, alone=alone)
         if steps.draft_passes is not None:

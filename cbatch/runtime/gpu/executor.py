@@ -80,7 +80,7 @@ class GpuExecutor:
                 is_head=limits.is_head,
             )
         vocab = target.config.vocab_size
-        self.host_side = HostSide.of(limits, num_blocks, vocab, model, lookups, grammars)
+        self.host_side = HostSide(limits, num_blocks, vocab, model, lookups, grammars)
         self._capture = StepCapture(steps, self.host_side)
         self.capture, self.run_all = self._capture.capture, self._capture.run_all
         self._logprobs = LogprobsReader(target, self.target_pass, self.state, grammars)

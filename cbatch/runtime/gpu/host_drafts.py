@@ -120,45 +120,88 @@ class _AheadLookup(LookupDrafter):
         return proposal._replace(tokens=proposal.tokens[:, :deepest], num_drafted=usable)
 
 
-class HostDrafts:
-    """The drafter chains of all slots. `table` has the tokens that the host knows."""
+class HostSide:
+    """The host's part of a step: lookups and grammars. `known` has the tokens that the host knows;
+    it is None without both. `model` describes the draft on the device, None without one."""
 
     def __init__(
         self,
-        settings: LookupSettings,
-        table: InputBatch,
+        limits: StepLimits,
         num_blocks: int,
+        vocab_size: int,
         model: DeviceModel | None,
+        lookups: LookupSettings | None,
+        grammars: GrammarSource | None,
     ) -> None:
-        self._table = table
+        self.known: KnownTokens | None = None
+        self._chain: ChainDrafter | None = None
+        self._on_device = model
+        if lookups is not None or grammars is not None:
+            slots, page_tokens = limits.max_num_seqs, limits.block_size
+            self.known = KnownTokens(slots, page_tokens, vocab_size, grammars)
+        if lookups is None or self.known is None:
+            return
         self._model = None if model is None else _PlaceholderDrafter(model)
-        self._lookups = {name: _AheadLookup(each) for name, each in settings.lookups.items()}
+        self._lookups = {name: _AheadLookup(each) for name, each in lookups.lookups.items()}
         self._chain = ChainDrafter(
-            model=self._model,
-            lookups=self._lookups,
-            default=settings.default,
+            model=self._model, lookups=self._lookups, default=lookups.default
         )
-        self._chain.bind(table, num_blocks)
-        self.check = self._chain.check
+        self._chain.bind(self.known, num_blocks)
 
-    def reset(self) -> None:
-        self._chain.reset()
+    @property
+    def looks_up(self) -> bool:
+        """True if there are lookups."""
+        return self._chain is not None
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise FieldError for a drafter or a grammar that cannot be used here."""
+        if params.structured_outputs is not None:
+            require_grammars(None if self.known is None else self.known.grammars)
+        if self._chain is not None:
+            self._chain.check(params.drafter or ())
+
+    def forget(self) -> None:
+        if self.known is not None:
+            self.known.clear()
+        if self._chain is not None:
+            self._chain.reset()
 
     def apply_deltas(self, deltas: Deltas) -> None:
-        """Apply deltas, after `table` has. Raises RowError for a drafter that is not loaded."""
+        """Apply a plan's deltas. Raises RowError for a sequence that cannot be run here."""
+        if deltas.reset:
+            self.forget()
+        known, chain = self.known, self._chain
+        if known is None:
+            return
         for slot in deltas.released.tolist():
-            self._chain.release(slot)
+            known.release(slot)
+            if chain is not None:
+                chain.release(slot)
         for admission in deltas.new_sequences:
             with errors_of_row(admission.slot, admission.generation):
-                self.check(admission.params.drafter or ())
-                self._chain.release(admission.slot)
-                self._chain.admit(admission)
+                known.admit(admission)
+                if chain is not None:
+                    chain.check(admission.params.drafter or ())
+                    chain.release(admission.slot)
+                    chain.admit(admission)
 
-    def plan(self, plan: StepPlan, ahead: I64) -> DraftPlan:
-        """Return the drafts of a step. `ahead` [slots]: tokens that the pending step may emit."""
-        slots, known = plan.slots, self._table.num_tokens[plan.slots]
-        available = self._table.max_total[slots] - known
-        drafts = np.maximum(np.minimum(plan.num_drafts, available - 1), 0)
+    def masked(self, plan: StepPlan) -> I32:
+        """Return the slots that have a grammar and emit tokens in this step."""
+        return plan.slots[:0] if self.known is None else self.known.masked(plan)
+
+    def plan_drafts(self, plan: StepPlan, pending_plans: Iterable[StepPlan]) -> DraftPlan:
+        """Choose the drafts of a step; steps of `pending_plans` may still emit tokens."""
+        if self._chain is None:
+            model = self._on_device
+            return DraftPlan.empty(plan) if model is None else DraftPlan.of_model(plan, model)
+        assert self.known is not None
+        table, slots = self.known, plan.slots
+        ahead: I64 = np.zeros(table.max_num_seqs, dtype=np.int64)
+        for pending in pending_plans:
+            is_same = table.generation[pending.slots] == pending.generations
+            ahead[pending.slots] = is_same * pending.wants_logits * (1 + pending.num_drafts)
+        known = table.num_tokens[slots]
+        drafts = np.maximum(np.minimum(plan.num_drafts, table.max_total[slots] - known - 1), 0)
         catch_up = plan.catch_up * (drafts >= np.minimum(plan.num_drafts, 1))
         at = ((drafts > 0) | (catch_up > 0)).nonzero()[0]
         if not len(at):
@@ -169,8 +212,7 @@ class HostDrafts:
             self._model.begin()
             if self._model.on_device.is_head:
                 self._model.kv_len[slots] = known - 1
-        rows = DraftRows(slots[at], known[at], drafts[at], catch_up[at])
-        self._chain.propose(rows)
+        self._chain.propose(DraftRows(slots[at], known[at], drafts[at], catch_up[at]))
         guesses = {k: v for lookup in self._lookups.values() for k, v in lookup.guesses.items()}
         looked_up = np.array([slot in guesses for slot in slots.tolist()]) * drafts
         zeros = np.zeros_like(plan.num_drafts)
@@ -179,7 +221,7 @@ class HostDrafts:
 
     def _of_model(self, plan: StepPlan, draft_plan: DraftPlan, ahead: I64) -> DraftPlan:
         """Add the draft model's part, for as many rows as fit its first pass."""
-        assert self._model is not None
+        assert self._model is not None and self._chain is not None
         model, catch_up = self._model.drafts[plan.slots], self._model.catch_up[plan.slots]
         model = model * (draft_plan.looked_up == 0)
         if self._model.on_device.is_head:
@@ -193,98 +235,19 @@ class HostDrafts:
         fits = ~is_raised | ((cost * is_raised).cumsum() <= available)
         return draft_plan._replace(model=model * fits, catch_up=catch_up * fits)
 
-    def learn(self, plan: StepPlan, draft_plan: DraftPlan, draft_kv: I32) -> I32 | None:
-        """Take in the valid positions of the draft's KV after a step, one for each row of the plan.
-        Return them if they may differ from the plan. Rows whose slot has another sequence by now
-        are ignored."""
-        slots = plan.slots
-        if self._model is not None:
-            at = (self._table.generation[slots] == plan.generations).nonzero()[0]
-            self._model.kv_len[slots[at]] = draft_kv[at]
-        differs = not draft_plan.is_empty and self._chain.kv_lens(slots) is not None
-        return draft_kv.copy() if differs else None
-
-
-class HostSide:
-    """The host's part of a step. `known`: tokens, for lookups and grammars. `chains`: drafters, for
-    lookups. `model` describes the draft on the device. Each may be None."""
-
-    def __init__(
-        self, known: KnownTokens | None, chains: HostDrafts | None, model: DeviceModel | None
-    ) -> None:
-        self.known, self.chains, self._model = known, chains, model
-
-    @classmethod
-    def of(
-        cls,
-        limits: StepLimits,
-        num_blocks: int,
-        vocab_size: int,
-        model: DeviceModel | None,
-        lookups: LookupSettings | None,
-        grammars: GrammarSource | None,
-    ) -> HostSide:
-        """Create what an executor with these lookups and grammars needs."""
-        if lookups is None and grammars is None:
-            return cls(None, None, model)
-        known = KnownTokens(limits.max_num_seqs, limits.block_size, vocab_size, grammars)
-        chains = None if lookups is None else HostDrafts(lookups, known, num_blocks, model)
-        return cls(known, chains, model)
-
-    def check(self, params: SamplingParams) -> None:
-        """Raise FieldError for a drafter or a grammar that cannot be used here."""
-        if params.structured_outputs is not None:
-            require_grammars(None if self.known is None else self.known.grammars)
-        if self.chains is not None:
-            self.chains.check(params.drafter or ())
-
-    def forget(self) -> None:
-        if self.known is not None:
-            self.known.clear()
-        if self.chains is not None:
-            self.chains.reset()
-
-    def apply_deltas(self, deltas: Deltas) -> None:
-        """Apply a plan's deltas. Raises RowError for a sequence that cannot be run here."""
-        if deltas.reset:
-            self.forget()
-        if self.known is not None:
-            for slot in deltas.released.tolist():
-                self.known.release(slot)
-            for admission in deltas.new_sequences:
-                with errors_of_row(admission.slot, admission.generation):
-                    self.known.admit(admission)
-        if self.chains is not None:
-            self.chains.apply_deltas(deltas)
-
-    def plan_drafts(self, plan: StepPlan, pending_plans: Iterable[StepPlan]) -> DraftPlan:
-        """Choose the drafts of a step; steps of `pending_plans` may still emit tokens."""
-        if self.chains is None:
-            return (
-                DraftPlan.empty(plan)
-                if self._model is None
-                else DraftPlan.of_model(plan, self._model)
-            )
-        assert self.known is not None
-        ahead: I64 = np.zeros(self.known.max_num_seqs, dtype=np.int64)
-        for pending in pending_plans:
-            is_same = self.known.generation[pending.slots] == pending.generations
-            ahead[pending.slots] = is_same * pending.wants_logits * (1 + pending.num_drafts)
-        return self.chains.plan(plan, ahead)
-
-    def masked(self, plan: StepPlan) -> I32:
-        """Return the slots that have a grammar and emit tokens in this step."""
-        return plan.slots[:0] if self.known is None else self.known.masked(plan)
-
     def learn(self, plan: StepPlan, draft_plan: DraftPlan, rows: np.ndarray) -> I32 | None:
         """Take in a step's result; return `draft_kv_lens` of its `StepResult`. `rows` has a row for
-        each row of the plan, packed by `triton_kernels.slots.advance`."""
-        draft_kv, kv_lens = rows[:, fields.DRAFT_KV], None
+        each row of the plan, packed by `triton_kernels.slots.advance`. Rows whose slot has another
+        sequence by now are ignored."""
+        slots, draft_kv = plan.slots, rows[:, fields.DRAFT_KV]
+        # A head's KV length is known after every step, whichever drafter was used.
+        differs = self._on_device is not None and self._on_device.is_head
         if self.known is not None:
             tokens = rows[:, fields.NUM_FIELDS :].astype(np.int64)
             self.known.advance(plan, tokens, rows[:, fields.EMITTED])
-        if self.chains is not None:
-            kv_lens = self.chains.learn(plan, draft_plan, draft_kv)
-        # A head's KV length is known after every step, whichever drafter was used.
-        is_head = self._model is not None and self._model.is_head
-        return draft_kv.copy() if is_head else kv_lens
+            if self._chain is not None and self._model is not None:
+                at = (self.known.generation[slots] == plan.generations).nonzero()[0]
+                self._model.kv_len[slots[at]] = draft_kv[at]
+                may_lag = self._chain.kv_lens(slots) is not None
+                differs = differs or (may_lag and not draft_plan.is_empty)
+        return draft_kv.copy() if differs else None
