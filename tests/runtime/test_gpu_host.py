@@ -221,7 +221,7 @@ def test_queries_have_tiles_of_their_kind(
     fast, invariant = of(numerics="fast"), of(numerics="invariant")
     assert fast.longer is not None and fast.balanced and fast.longer.balanced
     assert (fast.tile.rows, fast.longer.tile.rows, fast.longer.longer) == (rows, 128, None)
-    lists = fast.work_lists(heads, torch.device("cpu"), most_tokens=600, most_sequences=9)
+    lists = fast.work_lists(heads, torch.device("cpu"), max_tokens=600, max_sequences=9)
     short, long = (work for work, _ in lists[None])
     assert short.queries == (1, max(rows // 4, query_tokens))
     assert long.queries == (short.queries[1] + 1, 600)

@@ -112,9 +112,7 @@ def likeliest(text: list[int], context: list[int]) -> tuple[int, float]:
     return token, counts[token][0] / sum(count for count, _ in counts.values())
 
 
-def by_suffix_definition(
-    text, depth, shortest, longest, spec_factor, least_probability
-) -> list[int]:
+def by_suffix_definition(text, depth, shortest, longest, spec_factor, min_probability) -> list[int]:
     known = [n for n in range(shortest, min(longest, len(text)) + 1) if followers(text, text[-n:])]
     if not known:
         return []
@@ -125,7 +123,7 @@ def by_suffix_definition(
             context = context[1:]
         token, frequency = likeliest(text, context)
         probability *= frequency
-        if probability < least_probability:
+        if probability < min_probability:
             break
         drafts.append(token)
         context = (context + [token])[-longest:]
@@ -151,7 +149,7 @@ def test_bad_settings_are_refused_by_name():
         (NgramLookup, {"shortest_tokens": 0}),
         (SuffixLookup, {"shortest_tokens": 30}),
         (SuffixLookup, {"spec_factor": 0.0}),
-        (SuffixLookup, {"least_probability": 1.1}),
+        (SuffixLookup, {"min_probability": 1.1}),
         (partial(LookupDrafter, NgramLookup()), {"window_tokens": 1}),
     ):
         with pytest.raises(ValueError, match=next(iter(bad))):

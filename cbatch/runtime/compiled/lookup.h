@@ -7,10 +7,10 @@
 
 // Drafts continue an earlier match of the last `shortest` to `longest` tokens: the latest match, or
 // with `by_frequency` the most frequent next tokens. The latter are at most spec_factor * matched
-// tokens, with a probability of at least `least_probability`.
+// tokens, with a probability of at least `min_probability`.
 typedef struct {
     long shortest, longest, by_frequency;
-    double spec_factor, least_probability;
+    double spec_factor, min_probability;
 } lookup;
 
 typedef struct {
@@ -110,7 +110,7 @@ static long guess(search *s, const int64_t *text, long length, long depth, int64
         }
         const follower next = most_frequent(s, text);
         probability *= (double)next.count / s->count;
-        if (probability < of->least_probability) return i;
+        if (probability < of->min_probability) return i;
         drafts[i] = s->recent[matched + i] = next.token;
     }
     return depth;

@@ -20,7 +20,7 @@ class LookupStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_long) for name in ("shortest", "longest", "by_frequency")),
         ("spec_factor", c_double),
-        ("least_probability", c_double),
+        ("min_probability", c_double),
     ]
 
 

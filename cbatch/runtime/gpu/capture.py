@@ -141,8 +141,8 @@ class StepCapture:
                 steps.take_guesses(device, alone=alone)
         if steps.draft_passes is not None:
             variants = MODEL_FEATURES
-            lengths, depths = steps.draft_passes.lengths, range(steps.draft_passes.most_drafts)
-            for count, longest in product(sizes(limits.most_catch_up), lengths):
+            lengths, depths = steps.draft_passes.lengths, range(steps.draft_passes.max_drafts)
+            for count, longest in product(sizes(limits.max_catch_up), lengths):
                 steps.draft_passes.ingest(device, count, longest)
             drafts = product(sizes(limits.max_num_seqs), depths, (False, True))
             for count, depth, shaped in drafts:
@@ -150,7 +150,7 @@ class StepCapture:
         if self._host_side.known is not None:
             steps.masking.mask_nothing()
         steps.target_pass.decide(device, 0, PLAIN)
-        for count in sizes(steps.target_pass.most_logits):
+        for count in sizes(steps.target_pass.max_logits):
             steps.target_pass.find_logits(device, count)
             for features, shaped, filtered in product(variants, (False, True), (False, True)):
                 if count > 1 or not features.rejection_sampled:

@@ -88,7 +88,7 @@ class DeviceSteps:
             self.places = self._arena.places
             self.layout: DraftLayout | None = None
             if limits.max_drafts:
-                tokens = limits.most_catch_up if draft is not None else 1
+                tokens = limits.max_catch_up if draft is not None else 1
                 depth, device = limits.max_drafts, target.device
                 self.layout = DraftLayout.allocate(sizes.slots, tokens, depth, device)
             passes = PassBuilder(limits, num_blocks, kv_dtype, tuning, self.state, self.layout)
@@ -143,7 +143,7 @@ class DeviceSteps:
         if bounds.drafting:
             assert self.draft_passes is not None
             rows = bucket(bounds.draft_rows, self.limits.max_num_seqs)
-            catch_up = bucket(bounds.catch_up, self.limits.most_catch_up)
+            catch_up = bucket(bounds.catch_up, self.limits.max_catch_up)
             longest = bounds.longest_catch_up
             self.draft_passes.run(self.queue, catch_up, longest, rows, bounds.depth, bounds.shaped)
         if bounds.looked_up:
@@ -155,7 +155,7 @@ class DeviceSteps:
         assert layout is not None
 
         def take() -> None:
-            take_guesses(self.state, layout, most_drafts=self.limits.max_drafts, alone=alone)
+            take_guesses(self.state, layout, max_drafts=self.limits.max_drafts, alone=alone)
 
         device.run(("guesses", alone), take)
 
@@ -166,7 +166,7 @@ class DeviceSteps:
 
     def find_logits(self, bounds: Bounds) -> int:
         """Queue the logits of a step, and return the number of their rows."""
-        rows = bucket(bounds.logits, self.target_pass.most_logits)
+        rows = bucket(bounds.logits, self.target_pass.max_logits)
         self.target_pass.find_logits(self.queue, rows)
         return rows
 
@@ -240,7 +240,7 @@ class PassBuilder(NamedTuple):
         """Return the draft's passes and its KV cache, None for Medusa heads, which need none.
         `vocab` is the size of the target's vocabulary."""
         assert self.layout is not None
-        limits, most_tokens = self.limits, self.limits.most_catch_up
+        limits, max_tokens = self.limits, self.limits.max_catch_up
         kv, attention, kind, more = None, None, DraftPasses, {}
         if isinstance(draft, GpuHead):
             kind = EaglePasses if isinstance(draft, GpuEagleHead) else MedusaPasses
@@ -249,20 +249,20 @@ class PassBuilder(NamedTuple):
                 self.state,
                 num_blocks=self.num_blocks,
                 block_size=limits.block_size,
-                most_tokens=limits.max_num_batched_tokens,
+                max_tokens=limits.max_num_batched_tokens,
             )
         if not isinstance(draft, GpuMedusaHead):
             first_key = FIRST_KEY if isinstance(draft, GpuEagleHead) else 0
-            kv, attention = self._memory(draft, most_tokens, first_key)
+            kv, attention = self._memory(draft, max_tokens, first_key)
         passes = kind(
             draft,
             attention,
             self.state,
             self.layout,
             block_size=limits.block_size,
-            most_tokens=most_tokens,
-            most_positions=limits.max_sequence_tokens,
-            most_drafts=limits.max_drafts,
+            max_tokens=max_tokens,
+            max_positions=limits.max_sequence_tokens,
+            max_drafts=limits.max_drafts,
             vocab=vocab,
             **more,
         )
@@ -271,8 +271,8 @@ class PassBuilder(NamedTuple):
     def of_target(
         self, decoder: Decoder, drafting: DraftPasses | None
     ) -> tuple[TargetPass, KVCache]:
-        most_tokens = self.limits.max_num_batched_tokens
-        kv, attention = self._memory(decoder, most_tokens)
+        max_tokens = self.limits.max_num_batched_tokens
+        kv, attention = self._memory(decoder, max_tokens)
         target = TargetPass(
             decoder,
             kv,
@@ -280,14 +280,14 @@ class PassBuilder(NamedTuple):
             self.state,
             self.layout,
             drafting,
-            most_tokens=most_tokens,
-            most_positions=self.limits.max_sequence_tokens,
-            most_drafts=self.limits.max_drafts,
+            max_tokens=max_tokens,
+            max_positions=self.limits.max_sequence_tokens,
+            max_drafts=self.limits.max_drafts,
         )
         return target, kv
 
     def _memory(
-        self, decoder: Decoder | GpuEagleHead, most_tokens: int, first_key: int = 0
+        self, decoder: Decoder | GpuEagleHead, max_tokens: int, first_key: int = 0
     ) -> tuple[KVCache, PagedAttention]:
         """Return a KV cache for a model, and the attention that reads it."""
         config, page_tokens = decoder.config, self.limits.block_size
@@ -297,4 +297,4 @@ class PassBuilder(NamedTuple):
             tuning = self.limits.tuning_of(decoder, kv_dtype)
         scales = kv_scales(decoder, kv_dtype)
         tables = self.state.blocks
-        return kv, PagedAttention(config, kv, tables, most_tokens, tuning, scales, first_key)
+        return kv, PagedAttention(config, kv, tables, max_tokens, tuning, scales, first_key)

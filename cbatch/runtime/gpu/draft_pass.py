@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
-from cbatch.runtime.gpu.device import MOST_CAPTURED_TOKENS, Device, aligned
+from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, Device, aligned
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
     Distributions,
@@ -35,7 +35,7 @@ class DraftPasses:
     """The passes of a draft model. A row's drafts, and the distributions that they were sampled
     from, start at index `layout.starts[slot]`.
 
-    `most_drafts` is the most drafts of a row. The draft's vocabulary may be smaller or larger than
+    `max_drafts` is the most drafts of a row. The draft's vocabulary may be smaller or larger than
     the target's (`vocab`): input ids are clamped to its own, and ids outside it are never drafted.
     """
 
@@ -47,32 +47,32 @@ class DraftPasses:
         layout: DraftLayout,
         *,
         block_size: int,
-        most_tokens: int,
-        most_positions: int,
-        most_drafts: int,
+        max_tokens: int,
+        max_positions: int,
+        max_drafts: int,
         vocab: int,
     ) -> None:
         """`attention` is None for Medusa heads, which have no attention."""
         slots, device = len(state.num_tokens), decoder.device
         self._decoder, self._state = decoder, state
         self.attention: Any = attention
-        self._block_size, self._most_drafts, self._vocab = block_size, most_drafts, vocab
-        self.context_tokens, self.most_drafts = decoder.config.max_position_tokens, most_drafts
+        self._block_size, self._max_drafts, self._vocab = block_size, max_drafts, vocab
+        self.context_tokens, self.max_drafts = decoder.config.max_position_tokens, max_drafts
         if attention is not None:
-            self._cos_sin = decoder.cos_sin(most_positions)
-            self._hidden = Hidden.allocate(most_tokens, decoder)
+            self._cos_sin = decoder.cos_sin(max_positions)
+            self._hidden = Hidden.allocate(max_tokens, decoder)
         self.layout = layout
         rows, own = slots - 1, decoder.config.vocab_size
-        shape = (rows, most_drafts, aligned(max(own, vocab)))
+        shape = (rows, max_drafts, aligned(max(own, vocab)))
         # Logit of ids outside the draft's vocabulary: finite, so that no row counts as broken, and
         # too low to be drawn.
         lowest = torch.finfo(decoder.dtype).min
         self._logits = torch.full(shape, lowest, dtype=decoder.dtype, device=device)
-        self._dists = Distributions.allocate(rows * most_drafts, device)
+        self._dists = Distributions.allocate(rows * max_drafts, device)
         width = state.listed.shape[1]
-        self._listed = torch.zeros(rows, most_drafts, width, dtype=torch.float32, device=device)
+        self._listed = torch.zeros(rows, max_drafts, width, dtype=torch.float32, device=device)
         self._rows = torch.arange(rows, dtype=torch.int32, device=device)
-        depths = torch.arange(most_drafts, dtype=torch.int32, device=device)
+        depths = torch.arange(max_drafts, dtype=torch.int32, device=device)
         self._depths = depths[:, None].repeat(1, aligned(rows))
         self._no_drafts = torch.zeros(slots, dtype=torch.int32, device=device)
 
@@ -83,20 +83,20 @@ class DraftPasses:
         return lengths
 
     def run(
-        self, device: Device, most_tokens: int, longest: int, rows: int, depth: int, shaped: bool
+        self, device: Device, max_tokens: int, longest: int, rows: int, depth: int, shaped: bool
     ) -> None:
-        """Queue the first pass and all drafts of a step. `most_tokens` (tokens of the first pass)
+        """Queue the first pass and all drafts of a step. `max_tokens` (tokens of the first pass)
         and `rows` (rows that draft) are buckets; a row has at most `longest` tokens in the first
         pass and `depth` drafts. `shaped`: some row has penalties, biases or token restrictions."""
-        self.ingest(device, most_tokens, longest)
+        self.ingest(device, max_tokens, longest)
         for j in range(depth if rows else 0):
             self.draft(device, rows, j, shaped)
 
-    def ingest(self, device: Device, most_tokens: int, longest: int) -> None:
+    def ingest(self, device: Device, max_tokens: int, longest: int) -> None:
         """Queue the first pass."""
-        key = "ingest", most_tokens, longest >= self.lengths[-1] > 1
-        ingest = partial(self._ingest, most_tokens, longest)
-        if most_tokens > MOST_CAPTURED_TOKENS:
+        key = "ingest", max_tokens, longest >= self.lengths[-1] > 1
+        ingest = partial(self._ingest, max_tokens, longest)
+        if max_tokens > MAX_CAPTURED_TOKENS:
             ingest()
         else:
             device.run(key, ingest)
@@ -115,15 +115,15 @@ class DraftPasses:
         listed = self._listed.flatten(0, 1) if shaped else None
         return Proposals(logits, listed, self._dists, self._state.work[SlotWork().looked_up])
 
-    def _ingest(self, most_tokens: int, longest: int) -> None:
+    def _ingest(self, max_tokens: int, longest: int) -> None:
         layout = self.layout
-        flat = FlatTokens(layout.tokens, layout.positions, layout.kv_slots).first(most_tokens)
+        flat = FlatTokens(layout.tokens, layout.positions, layout.kv_slots).first(max_tokens)
         make_draft_batch(
             self._state,
             layout._replace(tokens=flat.tokens, positions=flat.positions, kv_slots=flat.slots),
             block_size=self._block_size,
-            most_drafts=self._most_drafts,
-            most_token=self._decoder.config.vocab_size - 1,
+            max_drafts=self._max_drafts,
+            max_token=self._decoder.config.vocab_size - 1,
             context_tokens=self.context_tokens,
         )
         self._begin(flat, longest)
@@ -155,7 +155,7 @@ class DraftPasses:
             noise.DRAFT,
             dists=self._dists,
             first=depth,
-            step=self._most_drafts,
+            step=self._max_drafts,
             listed=self._listed[:rows, depth] if shaped else None,
         )
         take_drafts(
@@ -165,8 +165,8 @@ class DraftPasses:
             rows,
             depth,
             block_size=self._block_size,
-            most_drafts=self._most_drafts,
-            most_token=self._decoder.config.vocab_size - 1,
+            max_drafts=self._max_drafts,
+            max_token=self._decoder.config.vocab_size - 1,
         )
 
     def _batch(self, rows: int, depth: int, shaped: bool) -> LogitsBatch:
@@ -187,12 +187,12 @@ class DeviceStates:
     and of each block's last position, for sequences that continue from a shared block."""
 
     def __init__(
-        self, head: Any, state: SlotState, *, num_blocks: int, block_size: int, most_tokens: int
+        self, head: Any, state: SlotState, *, num_blocks: int, block_size: int, max_tokens: int
     ) -> None:
         self._state, self._block_size = state, block_size
         slots, size = len(state.num_tokens), head.config.hidden_size
         options: dict[str, Any] = {"dtype": head.dtype, "device": head.device}
-        self._pass_states = torch.zeros(most_tokens, size, **options)
+        self._pass_states = torch.zeros(max_tokens, size, **options)
         self._slot_states = torch.zeros(slots, size, **options)
         self._block_states = torch.zeros(num_blocks + 1, size, **options)  # last row: no block
 
@@ -254,9 +254,9 @@ class HeadPasses(DraftPasses):
         self._state.draft_kv_len.copy_(self._state.kv_len)
         result[:, DRAFT_KV].copy_(self._state.kv_len)
 
-    def _ingest(self, most_tokens: int, longest: int) -> None:
+    def _ingest(self, max_tokens: int, longest: int) -> None:
         self._state.draft_kv_len.copy_(self._state.kv_len)  # also for new sequences
-        super()._ingest(most_tokens, longest)
+        super()._ingest(max_tokens, longest)
 
     def _before(self, count: int) -> Tensor:
         """Return the state before the last known token of rows that draft."""
@@ -281,7 +281,7 @@ class MedusaPasses(HeadPasses):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.most_drafts = min(self.most_drafts, self._decoder.head.num_heads)
+        self.max_drafts = min(self.max_drafts, self._decoder.head.num_heads)
 
     def _begin(self, flat: FlatTokens, longest: int) -> None:
         """Do nothing: no pass precedes the first head."""

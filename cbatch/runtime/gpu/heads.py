@@ -104,8 +104,8 @@ class GpuEagleHead(GpuHead):
         products = [*self._layer.products(), self._lm_head, self._fc, self._input_layer]
         self.matrix_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
 
-    def cos_sin(self, most_tokens: int) -> Tensor:
-        return self._rotary.cos_sin(most_tokens)
+    def cos_sin(self, max_tokens: int) -> Tensor:
+        return self._rotary.cos_sin(max_tokens)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Return the head's input states [T, hidden], made from the target's [T, layers, H]."""

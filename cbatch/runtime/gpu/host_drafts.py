@@ -42,7 +42,7 @@ class DraftPlan(NamedTuple):
     def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
         """Let the draft model draft for every row."""
         catch_up = plan.catch_up * (not model.is_head)
-        drafts = np.minimum(plan.num_drafts, model.most_drafts)
+        drafts = np.minimum(plan.num_drafts, model.max_drafts)
         return cls(drafts, catch_up, np.zeros_like(plan.num_drafts), {})
 
     @classmethod
@@ -60,12 +60,12 @@ class LookupSettings(NamedTuple):
 
 class DeviceModel(NamedTuple):
     """The host's description of the draft on the device. Its first pass of a step takes up to
-    `most_catch_up` tokens, and a row gets up to `most_drafts` drafts. With `is_head` it is a head,
+    `max_catch_up` tokens, and a row gets up to `max_drafts` drafts. With `is_head` it is a head,
     whose KV cache is always up to date."""
 
     context_tokens: int
-    most_catch_up: int
-    most_drafts: int
+    max_catch_up: int
+    max_drafts: int
     is_head: bool = False
 
 
@@ -89,9 +89,9 @@ class _PlaceholderDrafter(ModelDrafter):
 
     def propose(self, rows: DraftRows) -> Proposal:
         available = np.maximum(self.context_tokens + 1 - rows.num_tokens, 0)
-        depths = np.minimum(np.minimum(rows.num_drafts, self.on_device.most_drafts), available)
+        depths = np.minimum(np.minimum(rows.num_drafts, self.on_device.max_drafts), available)
         works = (depths > 0) | (rows.num_drafts == 0)
-        self.drafts[rows.slots] = np.minimum(rows.num_drafts, self.on_device.most_drafts) * works
+        self.drafts[rows.slots] = np.minimum(rows.num_drafts, self.on_device.max_drafts) * works
         self.catch_up[rows.slots] = rows.catch_up * works
         tokens = np.zeros((len(depths), int(depths.max(initial=0))), dtype=np.int64)
         return Proposal(tokens, depths, None, np.zeros(len(depths), dtype=np.bool_))
@@ -231,7 +231,7 @@ class HostSide:
         added = ahead[plan.slots] * (model > 0) * self._chain.is_mixed(plan.slots)
         catch_up = catch_up + added.astype(np.int32)
         cost = catch_up + (model > 0)
-        available = self._model.on_device.most_catch_up - int(cost[~is_raised].sum())
+        available = self._model.on_device.max_catch_up - int(cost[~is_raised].sum())
         fits = ~is_raised | ((cost * is_raised).cumsum() <= available)
         return draft_plan._replace(model=model * fits, catch_up=catch_up * fits)
 

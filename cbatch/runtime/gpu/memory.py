@@ -9,7 +9,7 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu.attention import Tuning, heads_of
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import MOST_CAPTURED_TOKENS, aligned
+from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
@@ -48,12 +48,12 @@ class StepLimits(NamedTuple):
         return cls(*step, is_head=isinstance(draft, GpuHead))
 
     @property
-    def most_catch_up(self) -> int:
+    def max_catch_up(self) -> int:
         """The most tokens that the draft computes in its first pass of a step."""
         return self.max_num_seqs + (0 if self.is_head else self.max_num_batched_tokens)
 
     @property
-    def most_logits(self) -> int:
+    def max_logits(self) -> int:
         """Most rows of logits: one per token, but per slot at most one more than its drafts."""
         return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + self.max_drafts))
 
@@ -100,16 +100,16 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
     arena, vocab = limits.arena_of(target.config), target.config.vocab_size
     used = LIBRARY_BYTES + arena.num_words * _FP32_BYTES
     used += LOGPROB_COPIES * PROMPT_ROWS * vocab * _FP32_BYTES
-    used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
-    used += 2 * limits.most_logits * words_of(vocab) * _FP32_BYTES  # token masks
+    used += limits.max_logits * aligned(vocab) * target.dtype.itemsize
+    used += 2 * limits.max_logits * words_of(vocab) * _FP32_BYTES  # token masks
     models: list[tuple[Draft, int, int]] = []
-    models.append((target, limits.max_num_batched_tokens, limits.most_logits))
+    models.append((target, limits.max_num_batched_tokens, limits.max_logits))
     kept = 0  # bytes of target states per token, for a head
     if draft is not None and limits.max_drafts:
         rows = limits.max_num_seqs * limits.max_drafts
         used += rows * aligned(max(vocab, draft.config.vocab_size)) * draft.dtype.itemsize
         used += rows * (arena.listed + arena.drafts) * _FP32_BYTES  # listed tokens
-        tokens = limits.most_catch_up
+        tokens = limits.max_catch_up
         if isinstance(draft, GpuHead):
             # A head's longest pass is the one over the target's tokens.
             tokens = limits.max_num_batched_tokens
@@ -120,7 +120,7 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
     for decoder, tokens, rows in models:
         used += _persistent_bytes(decoder, tokens, limits)
         eager = max(eager, decoder.pass_bytes(tokens) + tokens * kept)
-        tokens = min(tokens, MOST_CAPTURED_TOKENS)
+        tokens = min(tokens, MAX_CAPTURED_TOKENS)
         passes = decoder.pass_bytes(tokens) + tokens * kept
         captured = max(captured, passes, _decision_bytes(decoder, rows, arena))
     return used + eager + captured
@@ -144,7 +144,7 @@ def _decision_bytes(decoder: Draft, rows: int, arena: ArenaSizes) -> int:
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-_LEAST_PAGE_TOKENS = 16
+_MIN_PAGE_TOKENS = 16
 
 
 def kv_dtype_of(decoder: Draft, kv_cache_dtype: str) -> torch.dtype:
@@ -157,7 +157,7 @@ def kv_dtype_of(decoder: Draft, kv_cache_dtype: str) -> torch.dtype:
     arch = arch_of(decoder.device)
     try:
         heads = heads_of(decoder.config)
-        tile_for(heads, decoder.dtype, _LEAST_PAGE_TOKENS, arch=arch, kv_dtype=dtype)
+        tile_for(heads, decoder.dtype, _MIN_PAGE_TOKENS, arch=arch, kv_dtype=dtype)
     except ValueError as error:
         problem = f"fp8 is not supported with {decoder.dtype} on {arch}"
         raise FieldError("kv_cache_dtype", problem, "leave it out") from error

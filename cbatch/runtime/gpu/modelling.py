@@ -114,7 +114,7 @@ class ModellingDecoder:
         widest = max(c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim)
         return tokens * widest * _ACTIVATION_WIDTHS * 4
 
-    def cos_sin(self, most_tokens: int) -> Tensor:
+    def cos_sin(self, max_tokens: int) -> Tensor:
         """Return the rotary table of angle 0: the modules have rotated queries and keys already."""
         return self._no_rotation
 

@@ -143,6 +143,6 @@ def pretending() -> Iterator[Cuda]:
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(device_module, "SMALL", _CAPTURED_TOKENS)
         for module in (device_module, draft_pass, memory, target_pass):
-            patch.setattr(module, "MOST_CAPTURED_TOKENS", _CAPTURED_TOKENS[-1])
+            patch.setattr(module, "MAX_CAPTURED_TOKENS", _CAPTURED_TOKENS[-1])
         with in_all_threads():
             yield cuda

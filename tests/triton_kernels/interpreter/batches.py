@@ -162,13 +162,13 @@ def random_batch(
     *,
     filters: bool = True,
     shaped: bool = True,
-    most_drafts: int = MOST_DRAFTS,
+    max_drafts: int = MOST_DRAFTS,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[LogitsBatch, list[RequestSpec]]:
-    """Return `count` requests with ragged k in 0..most_drafts. Logits have ties, and so have the
+    """Return `count` requests with ragged k in 0..max_drafts. Logits have ties, and so have the
     edges of filters. Drafts are likely tokens."""
     specs = [random_request(rng, vocab, filters=filters, shaped=shaped) for _ in range(count)]
-    num_drafts = torch.from_numpy(rng.integers(0, most_drafts + 1, count))
+    num_drafts = torch.from_numpy(rng.integers(0, max_drafts + 1, count))
     rows, starts = rows_of(num_drafts, int((num_drafts + 1).sum()))
     values = np.round(rng.normal(size=(len(rows.depths), vocab)) * 2, 1)
     logits = torch.from_numpy(values).to(dtype)

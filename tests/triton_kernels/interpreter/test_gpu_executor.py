@@ -150,7 +150,7 @@ def test_all_kernels_together() -> None:
         lookahead="fixed:2",
         arrivals=[0, 1, 1],
         max_num_seqs=3,
-        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=4, split_tokens=16),
+        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, max_partials=4, split_tokens=16),
     )
     happened(seen, "accepted", "mixed steps")
 

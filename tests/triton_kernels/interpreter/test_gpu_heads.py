@@ -227,7 +227,7 @@ def test_all_kernels_together(make: Any, tmp_path: Path, monkeypatch: pytest.Mon
         lookahead="fixed:2",
         arrivals=[0, 1],
         max_num_seqs=2,
-        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=4, split_tokens=16),
+        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, max_partials=4, split_tokens=16),
     )
     happened(seen, "accepted", "mixed steps")
 

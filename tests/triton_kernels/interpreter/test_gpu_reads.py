@@ -52,7 +52,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> GpuExecutor:
         max_sequence_tokens=64,
         max_num_batched_tokens=16,
         max_drafts=3,
-        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=2),
+        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, max_partials=2),
     )
 
 
