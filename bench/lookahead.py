@@ -15,7 +15,7 @@ with another model or a head. Workloads: `questions` of many kinds, `stories` (f
 (repeats code of the prompt), and `both`, which alternates between the last two.
 
 `--temperature 0.8` samples instead, each request with its own seed. `--verification` is the method
-that verifies drafts: with `rejection` and `block` the texts differ between policies.
+that verifies drafts: with `rejection` the texts differ between policies.
 
 With `+FILE` after a policy its engine appends a step log to FILE. The log is written every 0.2 s,
 so its cost shows in turns of seconds (`--turn-tokens`).
@@ -61,7 +61,7 @@ POLICIES = ("off", *FIXED, "ema", "adaptive")
 _CONSTANTS = ("off", *FIXED)  # policies among which the best fixed k is chosen
 _MAX_PROMPT_TOKENS = 256  # only the end of a longer prompt is used
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-_VERIFICATIONS = ("auto", "rejection", "block", "coupled")
+_VERIFICATIONS = ("auto", "rejection", "coupled")
 _TURN_STEPS = 3  # shortest turn, in decoding steps without drafts
 _WARM_UP_TURNS = 4  # untimed turns of each policy
 

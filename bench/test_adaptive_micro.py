@@ -18,7 +18,7 @@ from cbatch.core.speculation.acceptance import survival
 from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.draft_allocation import decide
-from cbatch.core.speculation.policy import PolicyLimits, Shadow
+from cbatch.core.speculation.policy import PolicyLimits
 
 ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
@@ -55,7 +55,6 @@ class Drafted(NamedTuple):
     total_caught_up: int = 0
     has_chunks: bool = False
     evidence: np.ndarray | None = None
-    shadow: Shadow | None = None
 
     @property
     def total_planned(self) -> int:

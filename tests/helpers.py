@@ -17,7 +17,6 @@ from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Commit, Finished
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.policy import Shadow
 from cbatch.engine.loop import StepLoop
 from cbatch.kv_events.wire import encode_changes
 from tests.checking.clock import VirtualClock
@@ -71,7 +70,6 @@ class DraftedRows(msgspec.Struct):
     num_accepted: np.ndarray
     measured: StepSample | None = None
     evidence: np.ndarray | None = None
-    shadow: Shadow | None = None
     total_caught_up: int = 0
     unanswered: int = 0
 

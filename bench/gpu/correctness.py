@@ -24,10 +24,10 @@ _ROOT = Path(__file__).parents[2]
 _LOST = pytest.StashKey[bool]()
 _JOURNAL = "CBATCH_TEST_JOURNAL"  # environment variable with the path of the journal
 _TEST_S = 90  # time limit of a test, compilation included
-_MOST_PROCESSES = 14
+_MAX_PROCESSES = 14
 
 
-def command(*more: str, processes: int = _MOST_PROCESSES) -> list[str]:
+def command(*more: str, processes: int = _MAX_PROCESSES) -> list[str]:
     """Return a pytest command over the tests for a device. 0 `processes` means no pytest-xdist."""
     words = [sys.executable, "-m", "pytest", TESTS, "-q", "-W", "default", "-p", __name__]
     words += ["-p", "no:cacheprovider", "-m", "", *more]  # statistics too

@@ -68,7 +68,7 @@ class EngineSizes(NamedTuple):
     budget_tokens: int
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Most tokens of a sequence: the first one decodes while the other prompts are computed,
         during the warm-up and during the windows."""
         free_tokens = max(self.budget_tokens - max(self.batches) * (1 + _MOST_DRAFTS), 1)
@@ -78,7 +78,7 @@ class EngineSizes(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        return max(self.batches) * -(-(self.most_tokens + _MOST_DRAFTS + 1) // _PAGE_TOKENS)
+        return max(self.batches) * -(-(self.max_tokens + _MOST_DRAFTS + 1) // _PAGE_TOKENS)
 
 
 TINY_MODEL = ModelShape(
@@ -166,7 +166,7 @@ class ModelBench:
             num_blocks=self.sizes.num_blocks,
             block_size=_PAGE_TOKENS,
             max_num_seqs=max(self.sizes.batches),
-            max_sequence_tokens=self.sizes.most_tokens + _MOST_DRAFTS + 1,
+            max_sequence_tokens=self.sizes.max_tokens + _MOST_DRAFTS + 1,
             max_num_batched_tokens=self.sizes.budget_tokens,
             draft=draft,
             max_drafts=_MOST_DRAFTS,
@@ -221,7 +221,7 @@ class ModelBench:
             num_blocks=self.sizes.num_blocks,
             block_size=_PAGE_TOKENS,
             max_num_seqs=max(self.sizes.batches),
-            max_model_len=self.sizes.most_tokens,
+            max_model_len=self.sizes.max_tokens,
             max_num_batched_tokens=self.sizes.budget_tokens,
             vocab_size=self.shape.vocab_size,
             eos_ids=(self.shape.vocab_size - 1,),
@@ -239,7 +239,7 @@ class ModelBench:
     def _decoding(self, setting: EngineSetting) -> Engine:
         """Return a warm engine in which all sequences decode."""
         engine, rng = self._engine(setting.lookahead), np.random.default_rng(0)
-        max_tokens = self.sizes.most_tokens - self.sizes.prompt_tokens
+        max_tokens = self.sizes.max_tokens - self.sizes.prompt_tokens
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, **SAMPLING[setting.sampling]
         )

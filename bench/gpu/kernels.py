@@ -211,7 +211,7 @@ def _over_cases(
 
 
 def verifications(bench: Bench, cases: Sequence[VerifyCase], *, filtered: bool) -> list[Call]:
-    return [partial(verify_logits, *case, filtered=filtered, blocks=False) for case in cases]
+    return [partial(verify_logits, *case, filtered=filtered) for case in cases]
 
 
 def draws(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:

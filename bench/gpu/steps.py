@@ -76,13 +76,13 @@ class StepQueries(NamedTuple):
         self,
         tuning: Tuning,
         *,
-        most_partials: int | None = None,
+        max_partials: int | None = None,
         window: int | None = None,
     ) -> WorkList:
         """Return the planned work list. Memory for partial results holds NaN until a kernel writes
         it."""
         heads, device = Heads(*self.shape), self.q.device
-        count = most_partials or tuning.most_partials
+        count = max_partials or tuning.max_partials
         partials = Partials.allocate(count, heads, tuning.tile, device)
         partials.sums.fill_(torch.nan)
         partials.stats.fill_(torch.nan)
@@ -90,8 +90,8 @@ class StepQueries(NamedTuple):
             partials,
             heads,
             tuning.tile,
-            most_tokens=len(self.q),
-            most_sequences=len(self.queries),
+            max_tokens=len(self.q),
+            max_sequences=len(self.queries),
             split_tokens=tuning.split_tokens,
             balanced=tuning.num_programs if tuning.balanced else None,
             window=window,
@@ -199,7 +199,7 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     return float((result.float() - wide).norm() / wide.norm())
 
 
-TINY = Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=64, split_tokens=32)
+TINY = Tuning(Tile(16, 16, 4, 2), num_programs=2, max_partials=64, split_tokens=32)
 
 
 def tuning_of(
@@ -231,7 +231,7 @@ def launches(bench: Bench, steps: Sequence[StepQueries], tuning: Tuning) -> list
         return []
     step = steps[0]
     work_lists = tuning.work_lists(
-        Heads(*step.shape), step.q.device, most_tokens=len(step.q), most_sequences=len(step.queries)
+        Heads(*step.shape), step.q.device, max_tokens=len(step.q), max_sequences=len(step.queries)
     )
     works = [
         (work, programs)

@@ -25,7 +25,7 @@ from bench.gpu.environment import Bench
 from bench.gpu.limits import HEADS, TINY_HEADS, GridHeads, attention_cost, workload
 from bench.gpu.steps import TINY, StepQueries, launches, make_steps, relative_error
 from bench.gpu.timing import input_sets, time_calls
-from cbatch.runtime.gpu.attention import LEAST_PART_TOKENS, Tuning
+from cbatch.runtime.gpu.attention import MIN_SPLIT_KEYS, Tuning
 from triton_kernels.attention import Heads, Tile, arch_of, balanced_partials, resident_programs
 from triton_kernels.build import ahead
 
@@ -78,7 +78,7 @@ def tunings(shape: GridHeads, page_tokens: int, device: torch.device) -> Iterato
         if head_dim in (None, shape.head_dim):
             tile = Tile(*fields, descriptors)
             parts = (1, 2, 4) if at == 0 and page_tokens >= 64 else (1,)
-            for part_tokens in (LEAST_PART_TOKENS * part for part in parts):
+            for part_tokens in (MIN_SPLIT_KEYS * part for part in parts):
                 yield _tuning(shape, tile, part_tokens, device)
 
 
@@ -217,7 +217,7 @@ def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
     one."""
     best: dict[tuple[str, int, int], Row] = {}
     for row in rows.values():
-        if row.get("split_tokens") != LEAST_PART_TOKENS or "median_us" not in row:
+        if row.get("split_tokens") != MIN_SPLIT_KEYS or "median_us" not in row:
             continue
         key = row["heads"], row["page_tokens"], row["tile"]["rows"]
         weights = workloads_of(key[2])

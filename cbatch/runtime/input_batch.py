@@ -24,8 +24,7 @@ class InputBatch:
     drafts of the current step. `kv_len` counts valid target positions. A row of `blocks` has block
     ids by absolute block index. `failed` is the error (RowStatus) that ended a slot, or 0; a failed
     slot computes nothing more. Exactly one of three flags says how the drafts of a slot are
-    verified: `greedy`, `coupled`, or `rejects` (rejection sampling). With `in_blocks`, rejection
-    sampling verifies all drafts of a step together, otherwise token by token.
+    verified: `greedy`, `coupled`, or `rejects` (rejection sampling).
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class InputBatch:
         self.logprob_requests = LogprobRequests()
         self.greedy = np.ones(size, dtype=bool)
         self.rejects = np.zeros(size, dtype=bool)
-        self.in_blocks = np.zeros(size, dtype=bool)
         self.coupled = np.zeros(size, dtype=bool)
         self.temperature = np.ones(size, dtype=np.float32)
         self.top_k = np.full(size, self.vocab_size, dtype=np.int64)
@@ -91,7 +89,6 @@ class InputBatch:
         self.greedy[slot] = params.greedy
         self.coupled[slot] = params.coupled and not params.greedy
         self.rejects[slot] = not (params.coupled or params.greedy)
-        self.in_blocks[slot] = params.in_blocks and not params.greedy
         self.temperature[slot] = params.logits_divisor
         self.top_k[slot] = self.vocab_size if params.top_k is None else params.top_k
         # 1 keeps every token: a cumulative sum that rounds to 1 early must not cut the tail.

@@ -137,11 +137,11 @@ def _serve(
 
 def _agrees(row: DraftedRow, fates: dict[str, Fates], drafter: str, k: int) -> bool | None:
     """Return whether a recorded row has the fate of the rerun. Return None if that is unknown: the
-    draft model lagged, blocks of its drafts were verified together, the row drafted more than `k`
-    tokens, or its drafts reach the end of a text that was cut."""
-    text, params = row.text, row.text.request.params
+    draft model lagged, the row drafted more than `k` tokens, or its drafts reach the end of a text
+    that was cut."""
+    text = row.text
     left = len(text.output) - row.position
-    lagged = drafter == MODEL and (not row.drafted or (params.in_blocks and not params.greedy))
+    lagged = drafter == MODEL and not row.drafted
     if lagged or row.planned > k or left <= row.planned * text.cut:
         return None
     drafted, accepted = (int(each[row.position]) for each in fates[text.request.request_id])

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from cbatch.core.request.request import MODEL
-from cbatch.core.scheduler.plan import ShadowEvidence
 from tests.checking.kv import ShadowKV
 from tests.checking.language import uniform
 from tests.checking.models import Acceptance
 from tests.checking.slots import CheckedSlot, RowState, require
 
 SETTLE_TOKENS = 6  # tokens of a row that a lagging model ingests in a step drafted by others
-SCORE_TOKENS = 6  # emitted without drafts, before a row's lookup is scored on them
 _FIND = 2  # purpose of the noise
 
 
@@ -40,7 +38,6 @@ class DraftingModel:
     def admit(self, slot: CheckedSlot) -> None:
         names = slot.admission.params.drafter
         slot.chain = self._default_chain if names is None else names
-        slot.idle_from = slot.num_tokens
 
     def check_catch_up(self, slot: CheckedSlot, k: int, catch_up: int, *, overlapped: bool) -> None:
         """Check a planned catch-up. It may be too short only in a plan made before the true
@@ -99,27 +96,6 @@ class DraftingModel:
             return None
         return np.asarray([row.slot.draft_kv_len_tokens for row in rows], np.int32)
 
-    def score(self, rows: list[RowState], acceptance: Acceptance) -> ShadowEvidence | None:
-        """Score lookups in rows that emitted `SCORE_TOKENS` tokens without drafts."""
-        scores = []
-        for i, row in enumerate(rows):
-            slot = row.slot
-            if row.num_drafts:
-                slot.idle_from = slot.num_tokens
-            elif slot.num_tokens - slot.idle_from >= SCORE_TOKENS and _looks_up(slot):
-                tried = [p for p in range(slot.idle_from, slot.num_tokens) if self._finds(slot, p)]
-                a = slot.admission
-                hits = [
-                    acceptance.num_accepted(a.request_id, a.seed, a.choice, p, 1) for p in tried
-                ]
-                scores.append((i, len(tried), sum(hits)))
-                slot.idle_from = slot.num_tokens
-        if not scores:
-            return None
-        return ShadowEvidence(
-            *(np.asarray(column, np.int32) for column in zip(*scores, strict=True))
-        )
-
     # -- inside
 
     def _limit_of_model(self, slot: CheckedSlot, limit: int) -> int:
@@ -150,10 +126,6 @@ class DraftingModel:
         self._kv.write(slot.blocks, start, slot.hashes[start:stop])
         slot.draft_kv_len_tokens = stop
         return stop - start
-
-
-def _looks_up(slot: CheckedSlot) -> bool:
-    return bool(slot.chain) and slot.chain[0] != MODEL
 
 
 def expected_accepted(rows: list[RowState], acceptance: Acceptance) -> np.ndarray | None:

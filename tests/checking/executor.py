@@ -56,7 +56,6 @@ class ExecutorStats:
     num_full_acceptances: int = 0
     num_mixed_steps: int = 0  # a prefill chunk and a decode in one step
     num_resets: int = 0
-    num_scores: int = 0  # rows whose lookup was scored on tokens emitted without it
     rows_by_drafter: Counter[str] = field(default_factory=Counter)
     rows_by_k: Counter[int] = field(default_factory=Counter)  # decoding rows, by drafts
 
@@ -383,8 +382,6 @@ class SimExecutor:
             draft_tokens=sum(row.num_drafts + row.catch_up for row in rows),
         )
         draft_s, target_s, _ = self._cost.step_s(work)
-        shadow = self._drafting.score(rows, self.acceptance)
-        self.stats.num_scores += 0 if shadow is None else len(shadow.rows)
         return StepResult(
             step_id=plan.step_id,
             generations=plan.generations,
@@ -397,5 +394,4 @@ class SimExecutor:
             target_s=target_s,
             draft_kv_lens=self._drafting.kv_lens(rows),
             expected_accepted=expected_accepted(rows, self.acceptance),
-            shadow=shadow,
         )

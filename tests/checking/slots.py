@@ -35,7 +35,6 @@ class CheckedSlot:
         self.failed = False
         self.draft_was_reset = False
         self.chain: tuple[str, ...] = ()  # filled by the drafters
-        self.idle_from = 0  # tokens known at its last draft or score
 
     @property
     def label(self) -> str:

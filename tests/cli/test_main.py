@@ -77,7 +77,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("sim", "capacity", "t.csv", "--slos", "ttft=1"), "cbatch sim capacity", "--slo"),
         (("trace", "shwo", "t.csv"), "cbatch trace", "show"),
         (("trace", "show", "t.csv", "--plott", "p"), "cbatch trace show", "--plot"),
-        (("generate", "x", "--verification", "blok"), "cbatch generate", "block"),
+        (("generate", "x", "--verification", "couple"), "cbatch generate", "coupled"),
     ],
 )
 def test_errors_suggest_the_option_and_show_the_commands_usage(

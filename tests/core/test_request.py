@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (-1,),
     "logprobs_mode": ("cooked",),
     "drafter": ((), ("model", "oracle"), ("ngram", "ngram")),
-    "verification": ("trust",),
+    "verification": ("block",),
 }
 
 
@@ -151,9 +151,9 @@ def test_stop_ids_beyond_the_vocabulary_take_no_choice_away() -> None:
 
 
 def test_coupled_by_name_or_by_a_seed_of_the_caller() -> None:
-    modes = ("auto", "rejection", "block", "coupled")
+    modes = ("auto", "rejection", "coupled")
     coupled = [SamplingParams(verification=m, seed=s).coupled for m in modes for s in (None, 0)]
-    assert coupled == [False, True, False, False, False, False, True, True]
+    assert coupled == [False, True, False, False, True, True]
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:

@@ -5,25 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec import structs
 
-from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.plan import ShadowEvidence
-from cbatch.core.scheduler.update_from_output import CommittedStep
-from cbatch.core.speculation.adaptive_policy import IDLE_STEPS, AdaptivePolicy
-from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.policy import PolicyLimits, Shadow
 from tests.checking.kv import ContractBreachError
-from tests.checking.models import ModelledAcceptance
 from tests.helpers import (
-    DraftedRows,
-    RowsToPlan,
     World,
-    decoding,
     make_config,
     make_request,
     rows_of,
@@ -144,90 +133,3 @@ def test_names_are_checked():
             SchedulerConfig(num_blocks=4, drafter=drafter)
     with pytest.raises(FieldError, match="'model' needs a draft"):
         SchedulerConfig(num_blocks=4, drafter=("suffix", "model"))
-
-
-# --- evidence without drafting --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["ema", "adaptive"])
-def test_shadow_evidence_raises_k_from_0_for_a_request_that_begins_to_copy(policy, monkeypatch):
-    """Acceptance is 0 at first, then 1. Given the acceptance that drafts would have had, the policy
-    drafts again sooner than by drift to the prior and by probes alone."""
-
-    def steps_until_drafting(begin: int) -> tuple[int, int]:
-        acceptance = {"a": 0.0}
-        config = make_config(
-            drafter=("suffix",), draft_context_tokens=None, max_model_len=1000, num_blocks=250
-        )
-        lookahead = LookaheadConfig(policy=policy, k=4, idle_drift=0.9999, prior_acceptance=0.5)
-        world = World(
-            structs.replace(config, lookahead=lookahead),
-            acceptance=ModelledAcceptance(0.0, acceptance),
-        )
-        world.add(make_request("a", max_tokens=900))
-        drafted: list[int] = []
-        while max(drafted[begin:], default=0) < 2 and len(drafted) < 800:
-            acceptance["a"] = float(len(drafted) >= begin)
-            commit = world.step()
-            assert commit is not None
-            drafted.append(int(commit.num_drafted.sum()))
-        assert max(drafted[begin - 50 : begin]) <= 1, "it had stopped but for experiments"
-        return len(drafted) - begin, world.executor.stats.num_scores
-
-    begins = range(300, 500, 40)  # an experiment may happen to come in any single one of these
-    informed, scores = np.mean([steps_until_drafting(begin) for begin in begins], axis=0)
-    assert scores > 5
-    monkeypatch.setattr(CommittedStep, "live_shadow", lambda *_: None)
-    deaf, _ = np.mean([steps_until_drafting(begin) for begin in begins], axis=0)
-    assert informed < 60 and deaf > 1.5 * informed
-
-
-def test_evidence_of_rows_that_left_is_dropped():
-    """It must not count for the request that has their slot now."""
-    world = mixed_world("ema:4", drafter=("suffix",), draft_context_tokens=None)
-    world.add(*(make_request(name, max_tokens=30) for name in "abc"))
-    world.step()
-    scheduler, policy, slots = world.scheduler, world.scheduler.state.policy, np.arange(3)
-    before = policy.estimated_acceptance(slots)
-    plan = scheduler.schedule(0.0)
-    assert scheduler.cancel("b", 0.0)
-    columns = np.arange(3, dtype=np.int32), np.full(3, 40, np.int32), np.full(3, 40, np.int32)
-    result = structs.replace(world.executor.run(plan), shadow=ShadowEvidence(*columns))
-    scheduler.update_from_output(result, 0.0)
-    after = policy.estimated_acceptance(slots)
-    assert [b > 0.9 for b in after] == [True, False, True] and max(before) < 0.9
-
-
-def test_the_controller_hears_of_a_fleet_that_got_better():
-    """While drafting is off, good news takes effect at the next decision; old news changes
-    nothing."""
-    policy = AdaptivePolicy(
-        LookaheadConfig(policy="adaptive", k=4, prior_acceptance=0.1), PolicyLimits(8, 64)
-    )
-    for slot in range(8):
-        policy.enter(slot, None)
-    slots, trials = np.arange(8, dtype=np.int32), np.full(8, 12, np.int32)
-    planned, nothing = RowsToPlan(slice(0, 8), np.full(8, 4, np.int32)), np.zeros(8, np.int32)
-    plain = StepSample(decoding(8), 0.0, 5e-3)
-
-    def tell(hits: int) -> np.ndarray | None:
-        """Report `accepted` of 12 trials a row; return the next k."""
-        shadow = Shadow(slots, trials, np.full(8, hits, np.int32))
-        policy.observe(DraftedRows(slice(0, 8), nothing, nothing, plain, shadow=shadow))
-        return policy.choose(planned)
-
-    cost_s = {False: 5e-3, True: 8e-3}  # drafts cost more than they are worth
-    for _ in range(60):
-        k = policy.choose(planned)
-        drafted = nothing if k is None else k
-        cost = StepSample(decoding(8, drafts=int(drafted.sum())), 0.0, cost_s[k is not None])
-        policy.observe(DraftedRows(slice(0, 8), drafted, nothing, cost))
-    assert not policy.drafting
-    steps = [tell(0) for _ in range(2 * IDLE_STEPS)]
-    drafts = [int(k.sum()) for k in steps if k is not None]
-    assert len(drafts) < len(steps) / 4 and set(drafts) <= {1}, "experiments alone"
-    before = policy.estimate[0] / policy.estimate[1]
-    k = next(k for k in (tell(11) for _ in range(IDLE_STEPS + 1)) if k is not None and k.all())
-    after = policy.estimate[0] / policy.estimate[1]
-    assert (after > before + 0.3).all() and policy.drafting
-    assert policy.prior[0] / policy.prior[1] > 0.4, "acted upon after a few steps of it"

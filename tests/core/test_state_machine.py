@@ -218,7 +218,6 @@ class Serving(RuleBasedStateMachine):
             ("catch-up tokens", executor.catch_up_tokens),
             ("rows drafted by the model", executor.rows_by_drafter["model"]),
             ("rows drafted by a lookup", executor.rows_by_drafter["suffix"]),
-            ("scores", executor.num_scores),
             ("kv events", sum(world.follower.num_events.values())),
             ("zeroed blocks", sum(len(plan.deltas.zeroed_blocks) for plan in world.plans)),
         ):

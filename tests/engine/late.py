@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cbatch.runtime.gpu.background_kernels import BLOCKS, SHAPED, UncompiledKernels
+from cbatch.runtime.gpu.capture import SHAPED, UncompiledKernels
 from tests.triton_kernels.compile_check import TARGETS
 from triton_kernels.build import ahead
 from triton_kernels.build.ahead import Specialisation
@@ -24,8 +24,7 @@ for _ in range(6000):
     time.sleep(0.01)
 sys.exit(1)
 """
-_KERNELS = {SHAPED: "shape_kernel", BLOCKS: "coins_kernel"}
-_MODULES = {SHAPED: "sampling.shape", BLOCKS: "verification.block_kernel"}
+_KERNEL, _MODULE = "shape_kernel", "triton_kernels.sampling.shape"
 
 
 class HeldKernels(NamedTuple):
@@ -34,15 +33,15 @@ class HeldKernels(NamedTuple):
     kernels: UncompiledKernels
     folder: Path
 
-    def end(self, group: str, status: int = 0) -> None:
+    def end(self, status: int = 0) -> None:
         part = self.folder / "part"
         part.write_text(str(status))
-        part.rename(self.folder / _KERNELS[group])
+        part.rename(self.folder / _KERNEL)
 
     def end_all(self) -> None:
         """End all processes and wait for them."""
-        for group in self.kernels.pending:
-            self.end(group)
+        if self.kernels.pending:
+            self.end()
         while self.kernels._running:
             time.sleep(0.01)
             self.kernels.pending  # noqa: B018
@@ -51,10 +50,5 @@ class HeldKernels(NamedTuple):
 def held_kernels(folder: Path, patch: pytest.MonkeyPatch) -> HeldKernels:
     patch.setattr(ahead, "COMMAND", (sys.executable, "-c", _CHILD, str(folder)))
     patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
-    specialisations = {}
-    for group, name in _KERNELS.items():
-        module = f"triton_kernels.{_MODULES[group]}"
-        specialisations[frozenset((group,))] = {
-            name: Specialisation(module, name, {}, {}, {}, {}, TARGETS["sm_90"])
-        }
-    return HeldKernels(UncompiledKernels(specialisations), folder)
+    kernel = Specialisation(_MODULE, _KERNEL, {}, {}, {}, {}, TARGETS["sm_90"])
+    return HeldKernels(UncompiledKernels({frozenset((SHAPED,)): {_KERNEL: kernel}}), folder)

@@ -9,7 +9,6 @@ import pytest
 
 from cbatch import FieldError, FinishReason, SamplingParams
 from cbatch.engine.core import EngineCore, StepOutput
-from cbatch.runtime.gpu.background_kernels import BLOCKS, SHAPED
 from tests.checking.invariants import check_scheduler
 from tests.engine.late import held_kernels
 from tests.helpers import make_request
@@ -100,6 +99,4 @@ def test_a_rejected_choice_removes_the_other_choices_that_wait_for_kernels(
             and not engine.scheduler.has_work
             and not engine.has_work
         )
-    for group in (SHAPED, BLOCKS):
-        late.end(group)
     late.end_all()

@@ -11,7 +11,7 @@ import pytest
 
 from cbatch import FieldError, FinishReason, SamplingParams
 from cbatch.engine.engine import Engine
-from cbatch.runtime.gpu.background_kernels import BLOCKS, GROUPS, SHAPED
+from cbatch.runtime.gpu.capture import GROUPS, SHAPED
 from cbatch.text.outputs import Choice
 from tests.checking.invariants import check_scheduler
 from tests.engine.late import HeldKernels, held_kernels
@@ -22,10 +22,9 @@ PARAMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "filtered": {"top_p": 0.9, "temperature": 0.7, "logprobs": 2},
     "shaped": {"logit_bias": {5: 1.0}},
-    "blocks": {"verification": "block"},
-    "both": {"verification": "block", "frequency_penalty": 0.5},
+    "penalties": {"frequency_penalty": 0.5},
 }
-WAITS = {SHAPED: {"shaped", "both"}, BLOCKS: {"blocks", "both"}}
+WAITS = {"shaped", "penalties"}
 
 
 @pytest.fixture
@@ -63,14 +62,11 @@ def test_only_requests_that_need_pending_kernels_wait(
     engine = make_engine(depth=depth, background_kernels=late.kernels)
     assert engine.core.background_kernels.pending == GROUPS
     add(engine, *PARAMS)
-    outputs = steps(engine, WAITS[SHAPED] | WAITS[BLOCKS])
+    outputs = steps(engine, WAITS)
     assert set(outputs) == {"plain", "filtered"}
     for _ in range(3):
         assert engine.step() == [] and not engine.scheduler.has_work and engine.has_work
-    late.end(BLOCKS)
-    outputs |= steps(engine, WAITS[SHAPED])
-    assert engine.core.background_kernels.pending == (SHAPED,)
-    late.end(SHAPED)
+    late.end()
     outputs |= steps(engine, set())
     assert engine.core.background_kernels.pending == ()
     texts = {kind: choice.text for kind, choice in outputs.items()}
@@ -84,11 +80,9 @@ def test_kernels_that_do_not_compile_block_no_request(
 ) -> None:
     engine = make_engine(background_kernels=late.kernels)
     add(engine, *PARAMS)
-    late.end(SHAPED, status=1)
-    late.end(BLOCKS, status=-9)
+    late.end(status=1)
     assert set(steps(engine, set())) == set(PARAMS)
-    for name in ("shape_kernel", "coins_kernel"):
-        assert f"not every kernel could be compiled ahead of: {name}\n" in caplog.text
+    assert "not every kernel could be compiled ahead of: shape_kernel\n" in caplog.text
 
 
 def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: HeldKernels) -> None:
@@ -103,7 +97,7 @@ def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held
     reasons = [output.finished and output.finished.finish_reason for output in outputs]
     assert reasons == [FinishReason.CANCELLED] * 3
     assert not engine.has_work
-    late.end(SHAPED)
+    late.end()
     while SHAPED in engine.core.background_kernels.pending:
         pass
     assert engine.step() == [] and not engine.scheduler.has_work
@@ -112,9 +106,8 @@ def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held
 def test_compiled_kernels_are_logged(late: HeldKernels, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cbatch"):
         engine = make_engine(background_kernels=late.kernels)
-        for group in GROUPS:
-            assert f"compiling while serving: {group}\n" in caplog.text
-            late.end(group)
+        assert f"compiling while serving: {SHAPED}\n" in caplog.text
+        late.end()
         add(engine, *PARAMS)
         steps(engine, set())
     assert "not every" not in caplog.text

@@ -82,8 +82,7 @@ def launches_looked_up(folder: Path, missing: Counter[str]) -> Iterator[Counter[
 
 def start(size: Any, folder: Path, command: tuple[str, ...], processes: int) -> dict[str, Any]:
     """Start an executor of `size`; return which keys its capture did not find in `folder`."""
-    from cbatch.runtime.gpu.buckets import ladder
-    from cbatch.runtime.gpu.device import CudaDevice
+    from cbatch.runtime.gpu.device import CudaDevice, ladder
     from tests.gpu_proofs.driver import Launches
     from tests.gpu_proofs.meta import MetaDevice
     from tests.gpu_proofs.steps import Run

@@ -67,8 +67,8 @@ def _compile(target: str, one: Specialisation) -> Code:
     return Code(one.name, num_threads=threads, **resources_of(compiled, gpu))
 
 
-def _faults(target: str, code: Code, most_registers: int | None) -> list[str]:
-    """Return faults. `most_registers` a thread tells how many programs are to share a
+def _faults(target: str, code: Code, max_registers: int | None) -> list[str]:
+    """Return faults. `max_registers` a thread tells how many programs are to share a
     multiprocessor."""
     faults = []
     there = _REGISTERS[TARGETS[target].backend]
@@ -76,7 +76,7 @@ def _faults(target: str, code: Code, most_registers: int | None) -> list[str]:
         faults.append(f"spills {code.spill_bytes} bytes")
     if code.registers * code.num_threads > there:
         faults.append(f"{code.num_threads} threads of {code.registers} registers")
-    programs = max(there // (code.num_threads * most_registers), 1) if most_registers else 1
+    programs = max(there // (code.num_threads * max_registers), 1) if max_registers else 1
     shared = (_PROGRAM_BYTES[target] + _RESERVED_BYTES) // programs - _RESERVED_BYTES
     if code.shared_bytes > shared:
         faults.append(f"{code.shared_bytes} bytes shared, a share is {shared}")

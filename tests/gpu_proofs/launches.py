@@ -76,7 +76,7 @@ def prove(target: str, sizes: tuple[Size, ...]) -> bool:
         "graphs": graphs,
         "specialisations": len(specialisations),
         "compiled": len(codes),
-        "most_registers": max(code.registers for code in codes),
+        "max_registers": max(code.registers for code in codes),
         "most_shared_bytes": max(code.shared_bytes for code in codes),
         "spilled": sum(code.spill_bytes > 0 for code in codes),
         "faults": len(faults),

@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from cbatch.runtime.gpu import attention, kv_types
+from cbatch.runtime.gpu import attention, memory
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.heads import CLASSES, GpuHead
@@ -203,7 +203,7 @@ def device_of(arch: str) -> Iterator[None]:
         patch.setattr(Tuning, "of", of)
         patch.setattr(attention, "arch_of", lambda device: arch)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
-        patch.setattr(kv_types, "arch_of", lambda device: arch)
+        patch.setattr(memory, "arch_of", lambda device: arch)
         yield
 
 

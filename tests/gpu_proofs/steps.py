@@ -16,10 +16,10 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu import device_steps
-from cbatch.runtime.gpu.background_kernels import GROUPS
+from cbatch.runtime.gpu.capture import GROUPS
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
-from cbatch.runtime.gpu.kv_types import kv_dtype_of
+from cbatch.runtime.gpu.memory import kv_dtype_of
 from tests.gpu_proofs.driver import Launches
 from tests.gpu_proofs.meta import MetaDevice, OnlyQueued, Refused
 from tests.gpu_proofs.sizes import Size, decoder, device_of, draft_of
@@ -32,20 +32,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "coupled": {"temperature": 0.8, "verification": "coupled"},
     "rejection": {"temperature": 0.8, "verification": "rejection"},
     "looked up": {"drafter": ("ngram",)},
-    "block": {"temperature": 0.8, "verification": "block"},
     "filtered": {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-    "filtered block": {"temperature": 0.7, "top_p": 0.9, "verification": "block"},
     "log probabilities": {"logprobs": 2, "prompt_logprobs": 1},
     "shaped": {"frequency_penalty": 0.4, "logit_bias": {7: 3.0}},
     "shaped and sampled": {"temperature": 0.9, "presence_penalty": 0.5},
     "shaped and filtered": {"temperature": 0.9, "presence_penalty": 0.5, "top_k": 40},
-    "shaped block": {"temperature": 0.9, "verification": "block", "repetition_penalty": 1.2},
-    "shaped and filtered block": {
-        "temperature": 0.9,
-        "top_p": 0.9,
-        "verification": "block",
-        "repetition_penalty": 1.2,
-    },
     "structured": {"structured_outputs": StructuredOutputs(regex="a+")},
 }
 

@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu import capture
-from cbatch.runtime.gpu.background_kernels import BLOCKS, GROUPS, SHAPED, groups_of, groups_of_key
+from cbatch.runtime.gpu.capture import GROUPS, SHAPED, groups_of, groups_of_key
 from cbatch.runtime.gpu.device import CudaDevice
 from tests.gpu_proofs.driver import Launches, _Driver, recording
 from tests.gpu_proofs.launches import late
@@ -23,7 +23,7 @@ from tests.triton_kernels.compile_check import TARGETS
 from tests.triton_kernels.test_kernel_size import size
 
 NO_DRAFT = USUAL[3]
-NAMES = {SHAPED: {"shape_kernel", "count_kernel"}, BLOCKS: {"coins_kernel"}}
+NAMES = {SHAPED: {"shape_kernel", "count_kernel"}}
 PLAIN = [kind for kind, params in KINDS.items() if not groups_of(SamplingParams(**params))]
 
 
@@ -60,12 +60,9 @@ def test_the_parts_together_are_all_kernels_of_a_start(
         executor.capture(frozenset())
     by_group = listed.value.by_group
     first = by_group[frozenset()]
-    shaped, blocks = (by_group.get(frozenset((group,)), {}) for group in GROUPS)
-    assert len(first) > 10 and every == first | shaped | blocks
+    shaped = by_group.get(frozenset(GROUPS), {})
+    assert len(first) > 10 and every == first | shaped
     assert names(shaped.keys() - first.keys()) == NAMES[SHAPED]
-    assert names(blocks.keys() - first.keys()) == (NAMES[BLOCKS] if size.drafts else set())
-    both = by_group.get(frozenset(GROUPS), {})
-    assert both.keys() <= every.keys()
 
 
 class Pending:
@@ -91,8 +88,6 @@ def test_plain_requests_launch_the_first_part_alone(
         assert late(launches) == []
         run.serve("shaped")
         assert late_names(launches) == NAMES[SHAPED]
-        run.serve("block")
-        assert late_names(launches) == NAMES[SHAPED] | (NAMES[BLOCKS] if size.drafts else set())
 
 
 def late_names(launches: Launches) -> set[str]:
@@ -115,10 +110,6 @@ def test_groups_of_parameters() -> None:
         assert groups_of(SamplingParams(**plain)) == set()
     for shaped in ({"allowed_token_ids": (1,)}, {"banned_token_ids": (1,)}, {"min_tokens": 2}):
         assert groups_of(SamplingParams(**shaped)) == {SHAPED}
-    assert groups_of(SamplingParams(verification="block")) == {BLOCKS}
-    assert groups_of(SamplingParams(verification="block", temperature=0)) == set()
-    both = SamplingParams(verification="block", repetition_penalty=1.1)
-    assert groups_of(both) == {SHAPED, BLOCKS}
 
 
 def test_a_step_with_late_kernels_is_captured_once_it_is_met(

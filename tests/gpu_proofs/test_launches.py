@@ -15,7 +15,7 @@ import triton.language as tl
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu import capture
 from cbatch.runtime.gpu import target_pass as verifying
-from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
+from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS
 from tests.gpu_proofs.compiled import verdicts
 from tests.gpu_proofs.driver import Launches, recording
 from tests.gpu_proofs.launches import late, launches_of
@@ -48,7 +48,7 @@ def check(size: Size, target: str) -> None:
     # Steps used every kind of graph. A single row does not draft in two ways at once.
     never = {("guesses", False)} if size.slots == 1 else set()
     assert kinds_of(run.device.replayed) == kinds_of(run.device.captured) - never
-    large = [key for key in run.device.missed if key[1] > MOST_CAPTURED_TOKENS]
+    large = [key for key in run.device.missed if key[1] > MAX_CAPTURED_TOKENS]
     assert run.device.missed == large, "work of steps that are captured"
     assert {*run.queued.copies} == {"enters", "comes back"}
     # A step sends one message and fetches one result, plus requested log probabilities; `capture`

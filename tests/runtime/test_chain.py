@@ -108,8 +108,8 @@ def test_a_row_goes_to_the_first_of_its_chain_that_has_something():
     chain.release(1)
     assert drafts(ask(chain, table, [2, 1]))[1] == []
     chain.reset()
-    chain.admit(admit(1, ("suffix",)))
-    assert drafts(ask(chain, table, [2, 1])) == [[], [9]]
+    chain.admit(admit(0, ("suffix",)))
+    assert drafts(ask(chain, table, [2])) == [[9, 9]]
 
 
 def test_a_model_that_is_not_loaded_or_past_its_context_is_passed_over():
@@ -170,15 +170,6 @@ def test_one_hot_q_and_no_q_give_the_same_verdict():
     assert len(set(certain.num_accepted.tolist())) > 2
 
 
-def test_shadow_evidence_is_of_the_first_of_the_chain_and_none_of_a_model():
-    slots = [(("suffix", "ngram"), 0.0), (("ngram", "suffix"), 0.0), (("model", "suffix"), 0.0)]
-    chain, table = scripted(ScriptedModel(), slots=slots)
-    table.tokens[:3, 5:7] = [9, 8]
-    table.num_tokens[:3] = 7
-    evidence = chain.observe(np.arange(3), np.full(3, 5))
-    assert evidence.trials.tolist() == [2, 0, 0] and evidence.hits.tolist() == [1, 0, 0]
-
-
 def test_the_model_makes_up_for_others_at_once_or_in_slices():
     model = ScriptedModel(context_tokens=2 * chain_module.CATCH_UP_TOKENS)
     chain, table = scripted(model, slots=[(("model", "suffix"), 0.0), (("model",), 0.0)])
@@ -222,76 +213,6 @@ def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
 
     monkeypatch.setattr(chain_module.ProposalMerger, "merge_probs", misplaced)
     assert z_against(sample(lookahead="fixed:3"), FILTERS[0]) > 1.5 * Z_BOUND
-
-
-def test_a_choice_by_what_is_proposed_moves_the_law(monkeypatch):
-    """A row whose first draft the model itself finds unlikely is given to another drafter, which
-    has nothing."""
-
-    class Peeking(ChainDrafter):
-        def propose(self, rows: DraftRows) -> Proposal:
-            proposal = super().propose(rows)
-            counts = proposal.num_drafted
-            if proposal.probs is None:
-                return proposal
-            drafted = np.flatnonzero(counts)
-            starts = torch.from_numpy((counts.cumsum() - counts)[drafted])
-            firsts = torch.from_numpy(proposal.tokens[drafted, 0])
-            kept = np.zeros(len(counts), dtype=np.bool_)
-            kept[drafted] = (proposal.probs[starts, firsts] > 0.3).numpy()
-            probs = proposal.probs[torch.from_numpy(kept.repeat(counts))]
-            return proposal._replace(num_drafted=counts * kept, probs=probs)
-
-    def make(draft: Any) -> ChainDrafter:
-        return Peeking(model=DraftModel(draft), lookups={}, default=("model",))
-
-    monkeypatch.setattr("tests.runtime.engines.DraftModel", make)
-    assert abs(z_against(sample(lookahead="fixed:1"), FILTERS[0])) > Z_BOUND
-
-
-COPIED = list(range(100, 180))
-
-
-def watched_text(own: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Return the lengths at which a slot that never drafts is scored, and the scores, while its
-    output is `own`."""
-    chain = ChainDrafter(lookups={"ngram": LookupDrafter(NgramLookup())}, default=("ngram",))
-    table = InputBatch(2, 4, 1000)
-    chain.bind(table, 16)
-    entered = admission(1, COPIED, max_total=400)
-    table.admit(entered)
-    chain.admit(entered)
-    lengths, scores = [], []
-    for token in own:
-        table.tokens[1, table.num_tokens[1]] = token
-        table.num_tokens[1] += 1
-        shadow = chain.score(np.array([1]), None)
-        if shadow is not None:
-            lengths.append(int(table.num_tokens[1]) - len(COPIED))
-            scores.append(tuple(int(part[0]) for part in (shadow.rows, shadow.trials, shadow.hits)))
-    return lengths, scores
-
-
-def test_a_text_that_never_repeats_is_scored_ever_more_rarely_and_one_that_begins_to_is_noticed():
-    fresh = list(range(200, 360))
-    lengths, scores = watched_text(fresh)
-    assert lengths == [12, 36, 84, 132] and set(scores) == {(0, 0, 0)}
-    for begins in range(84, 132):
-        lengths, scores = watched_text(fresh[:begins] + COPIED)
-        noticed = next(at for at, (_, _, hits) in zip(lengths, scores, strict=True) if hits >= 4)
-        assert noticed - begins <= 64
-        after = [at for at in lengths if at >= noticed][:2]
-        assert after[1] - after[0] == chain_module.SCORE_TOKENS
-
-
-def test_a_draft_puts_off_the_score():
-    chain, table = scripted(slots=[(("suffix",), 0.0)] * 2)
-    slots, scored = np.arange(2), []
-    for step in range(24):
-        table.num_tokens[:2] += 1
-        shadow = chain.score(slots, np.array([0, 2 if step == 7 else 0]))
-        scored.append([] if shadow is None else shadow.rows.tolist())
-    assert [(at, rows) for at, rows in enumerate(scored, 1) if rows] == [(12, [0]), (20, [1])]
 
 
 def test_a_lone_lookup_drafts_for_no_row_of_another_chain():

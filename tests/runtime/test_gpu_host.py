@@ -29,14 +29,13 @@ from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.loaded import CpuModels
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.gpu.attention import Tuning
-from cbatch.runtime.gpu.buckets import bucket, ladder
 from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.device import bucket, ladder
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
-from cbatch.runtime.gpu.kv_types import kv_dtype_of
 from cbatch.runtime.gpu.loaded import GpuModels
 from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
-from cbatch.runtime.gpu.memory import check_pool
+from cbatch.runtime.gpu.memory import check_pool, kv_dtype_of
 from cbatch.runtime.model.config import ModelConfig
 from tests.helpers import make_request
 from tests.runtime import engines
@@ -222,7 +221,7 @@ def test_queries_have_tiles_of_their_kind(
     fast, invariant = of(numerics="fast"), of(numerics="invariant")
     assert fast.longer is not None and fast.balanced and fast.longer.balanced
     assert (fast.tile.rows, fast.longer.tile.rows, fast.longer.longer) == (rows, 128, None)
-    lists = fast.work_lists(heads, torch.device("cpu"), most_tokens=600, most_sequences=9)
+    lists = fast.work_lists(heads, torch.device("cpu"), max_tokens=600, max_sequences=9)
     short, long = (work for work, _ in lists[None])
     assert short.queries == (1, max(rows // 4, query_tokens))
     assert long.queries == (short.queries[1] + 1, 600)

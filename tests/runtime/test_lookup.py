@@ -1,4 +1,4 @@
-"""Requirements of every lookup drafter, with compiled kernels and without."""
+"""Lookup drafters, with compiled kernels and without, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.runtime.drafting.contract import DraftRows
-from cbatch.runtime.drafting.lookup import Evidence, Lookup, LookupDrafter
+from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.drafting.suffix import SuffixLookup
 from cbatch.runtime.input_batch import InputBatch
@@ -75,10 +75,6 @@ class World:
         p = self.drafter.propose(DraftRows(at * 0, at, np.full(len(at), depth), at * 0))
         return [row[:n].tolist() for row, n in zip(p.tokens, p.num_drafted, strict=True)]
 
-    def observe(self, slot: int, since: int) -> tuple[int, int]:
-        evidence: Evidence = self.drafter.observe(np.array([slot]), np.array([since]))
-        return int(evidence.trials[0]), int(evidence.hits[0])
-
 
 shapes = {
     NgramLookup: st.tuples(st.integers(1, 3), st.integers(0, 4)).map(lambda s: (s[0], sum(s))),
@@ -86,6 +82,78 @@ shapes = {
         st.integers(1, 3), st.integers(0, 4), st.sampled_from([0.5, 1.0, 2.5]), st.floats(0, 0.6)
     ).map(lambda s: (s[0], s[0] + s[1], s[2], s[3])),
 }
+
+
+def by_ngram_definition(text: list[int], depth: int, shortest: int, longest: int) -> list[int]:
+    """Return the tokens after the latest earlier occurrence of the longest ending, drafts
+    included."""
+    for n in range(min(longest, len(text)), shortest - 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                extended = list(text)
+                for i in range(depth):
+                    extended.append(extended[end + i])
+                return extended[len(text) :]
+    return []
+
+
+def followers(text: list[int], context: list[int]) -> dict[int, tuple[int, int]]:
+    """Return, for each token that followed `context` in `text`, its count and last place."""
+    counts: dict[int, tuple[int, int]] = {}
+    for end in range(len(context), len(text)):
+        if text[end - len(context) : end] == context:
+            counts[text[end]] = (counts.get(text[end], (0, 0))[0] + 1, end)
+    return counts
+
+
+def likeliest(text: list[int], context: list[int]) -> tuple[int, float]:
+    counts = followers(text, context)
+    token = max(counts, key=lambda c: counts[c])
+    return token, counts[token][0] / sum(count for count, _ in counts.values())
+
+
+def by_suffix_definition(text, depth, shortest, longest, spec_factor, min_probability) -> list[int]:
+    known = [n for n in range(shortest, min(longest, len(text)) + 1) if followers(text, text[-n:])]
+    if not known:
+        return []
+    matched = max(known)
+    context, drafts, probability = text[-matched:], [], 1.0
+    while len(drafts) < min(depth, int(spec_factor * matched)):
+        while not followers(text, context):
+            context = context[1:]
+        token, frequency = likeliest(text, context)
+        probability *= frequency
+        if probability < min_probability:
+            break
+        drafts.append(token)
+        context = (context + [token])[-longest:]
+    return drafts
+
+
+DEFINITIONS = {NgramLookup: by_ngram_definition, SuffixLookup: by_suffix_definition}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(text=st.lists(st.integers(0, 2), max_size=40), data=st.data(), depth=st.integers(1, 8))
+def test_drafts_are_those_of_the_definition(kind, text, data, depth):
+    shape, tokens = data.draw(shapes[kind]), np.array(text, dtype=np.int64)
+    lookup = kind(*shape)
+    for end in range(len(text) + 1):
+        expected = DEFINITIONS[kind](text[:end], depth, *shape)
+        assert lookup.guess(tokens[:end], depth) == expected
+
+
+def test_bad_settings_are_refused_by_name():
+    for kind, bad in (
+        (NgramLookup, {"shortest_tokens": 0}),
+        (SuffixLookup, {"shortest_tokens": 30}),
+        (SuffixLookup, {"spec_factor": 0.0}),
+        (SuffixLookup, {"min_probability": 1.1}),
+        (partial(LookupDrafter, NgramLookup()), {"window_tokens": 1}),
+    ):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            kind(**bad)
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C compiler, or not Linux")
@@ -108,7 +176,6 @@ def test_kernels_find_what_python_does(kind, data):
         assert (world.drafter.compiled is None) == (world is worlds[0])
     for depth in (1, data.draw(st.integers(2, 60))):
         assert worlds[0].propose_at(ends, depth) == worlds[1].propose_at(ends, depth)
-    assert worlds[0].observe(0, 1) == worlds[1].observe(0, 1)
 
 
 @every_lookup
@@ -141,31 +208,6 @@ def test_a_slot_forgets_its_last_sequence(make):
     assert world.propose(0, 1) == [[4, 5, 6, 1]] * 2
     world.admit(0, [7, 8, 9, 1, 2, 3])
     assert world.propose(0)[0] == [] and world.propose(1)[0]
-
-
-@every_lookup
-@settings(max_examples=60, deadline=None)
-@given(text=st.lists(st.integers(0, 2), min_size=2, max_size=40), data=st.data())
-def test_shadow_evidence_is_what_drafting_one_token_would_have_scored(make, text, data):
-    since = data.draw(st.integers(1, len(text)))
-    guesses = [guessed(make, text[:end], 1) for end in range(since, len(text))]
-    trials = sum(bool(guess) for guess in guesses)
-    hits = sum(guess == [text[since + i]] for i, guess in enumerate(guesses))
-    world = World(make)
-    world.admit(0, text[:since])
-    world.emit(0, text[since:])
-    assert world.observe(0, since) == (trials, hits)
-    assert world.observe(0, len(text)) == (0, 0)
-
-
-@every_lookup
-def test_tokens_that_had_drafts_are_no_shadow_evidence(make):
-    world = World(make)
-    world.admit(0, [1, 2, 3, 4, 1, 2])
-    assert world.propose(0)[0][:2] == [3, 4]
-    world.emit(0, [3, 4])  # accepted drafts: real trials
-    world.emit(0, [1])  # a plain step, position 8
-    assert world.observe(0, 8) == (1, 1)
 
 
 def acceptance(make, prompt: list[int], output: list[int]) -> tuple[float, float]:

@@ -208,13 +208,11 @@ class _Lies(MedusaDrafter):
         return proposal._replace(probs=torch.full_like(proposal.probs, 1 / VOCAB))
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_the_law_of_sampled_text_is_that_without_heads(verification, tmp_path):
+def test_the_law_of_sampled_text_is_that_without_heads(tmp_path):
     target = tiny_model()
     head = load_medusa(medusa(tmp_path)[0], target)
     kept, broken = (
-        law_distance(target, head, drafter, verification)
-        for drafter in (MedusaDrafter(head), _Lies(head))
+        law_distance(target, head, drafter) for drafter in (MedusaDrafter(head), _Lies(head))
     )
     assert kept < 5 < broken
 

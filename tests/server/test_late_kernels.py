@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.runtime.gpu.background_kernels import BLOCKS, GROUPS, SHAPED
+from cbatch.runtime.gpu.capture import SHAPED
 from tests.engine.late import held_kernels
 from tests.server.http_client import serving, wait_until
 from tests.toy_engine import make_engine
@@ -33,18 +33,12 @@ def test_ready_lists_the_kernels_that_are_still_compiled(
             return state.get("compiling")
 
         shaped = pool.submit(client.post, BODY | {"logit_bias": {"5": 2}})
-        blocks = pool.submit(client.post, BODY | {"verification": "block"})
         for _ in range(3):
             assert client.post(BODY)[0] == 200
-        assert compiling() == [*GROUPS]
-        late.end(BLOCKS)
-        assert blocks.result(timeout=60)[0] == 200
-        wait_until(lambda: compiling() == [SHAPED], limit_s=60)
-        assert client.post(BODY)[0] == 200 and not shaped.done()
-        late.end(SHAPED, status=1)
+        assert compiling() == [SHAPED] and not shaped.done()
+        late.end(status=1)
         assert shaped.result(timeout=60)[0] == 200
         wait_until(lambda: compiling() is None, limit_s=60)
-    assert f"still compiling: {SHAPED}; {BLOCKS}" in caplog.text
     assert f"still compiling: {SHAPED}\n" in caplog.text
     assert "still compiling: nothing" in caplog.text
 
@@ -55,9 +49,8 @@ def test_a_client_that_disconnects_does_not_wait_for_kernels(
     late = held_kernels(tmp_path, monkeypatch)
     engine = make_engine(background_kernels=late.kernels, depth=1)
     with serving(engine) as client:
-        with client.open(BODY | {"verification": "block", "timeout": 0.3}) as response:
+        with client.open(BODY | {"presence_penalty": 0.5, "timeout": 0.3}) as response:
             assert response.status == 408
         wait_until(lambda: engine.core.waiting_for_kernels == {})
-        late.end(BLOCKS)
-        assert client.post(BODY | {"verification": "block"})[0] == 200
-    late.end_all()
+        late.end()
+        assert client.post(BODY | {"presence_penalty": 0.5})[0] == 200

@@ -65,7 +65,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.8, "verification": "coupled"},
     "rejection": {"temperature": 0.8, "top_p": 0.9},
-    "block": {"temperature": 0.8, "verification": "block"},
 }
 
 
@@ -169,9 +168,6 @@ def test_fates_of_a_rerun_are_those_recorded(
     recording = record(tmp_path / "log", core, sampling, "fixed:4", drafter)
     again = rerun(recording, drafter, K, core)
     assert again.differing == 0
-    if (drafter, sampling) == ("model", "block"):
-        assert not again.checked, "an outcome of block verification depends on k"
-        return
     assert again.checked > (100 if drafter == "model" else 50)
     rows = [row for row in recording.drafts if row.drafted]
     assert sum(row.accepted for row in rows) > 15

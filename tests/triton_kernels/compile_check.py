@@ -95,7 +95,7 @@ class Findings(NamedTuple):
             problems.append(f"{self.buffers} tiles in flight, {case.buffers[0]} expected")
         if self.lost_bounds:
             problems.append(f"{self.lost_bounds} carried values that only bound loops")
-        if case.wide_loads and (self.narrow_loads > case.most_narrow or not self.wide_loads):
+        if case.wide_loads and (self.narrow_loads > case.max_narrow or not self.wide_loads):
             problems.append(f"{self.narrow_loads} loads narrower than 128 bits")
         return problems
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.sampling.block_verification import block_verify
 from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
     Verdict,
@@ -30,20 +29,12 @@ Z_BOUND = 5.0  # |z| beyond it by chance: 6 in 10 million tests; seeds are fixed
 
 
 class Mode(NamedTuple):
-    """A way to verify: the noise of drafts, the verdict, and for token rules the chance [states,
-    vocab] that a token is drafted and accepted.
-
-    `depth_step` is what a draft's depth adds to the purpose of its noise.
-    """
+    """A way to verify: the noise of drafts, the verdict, and the chance [states, vocab] that a
+    token is drafted and accepted."""
 
     draft_purpose: int
     verify: Callable[[Tensor, Tensor, Tensor | None, Tensor, NoiseRows], Verdict]
-    overlap: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
-    depth_step: int = 0
-
-    def purposes(self, depths: Tensor) -> Tensor:
-        """Return the purposes of the noise of drafts at these depths."""
-        return self.draft_purpose + self.depth_step * depths
+    overlap: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def matches(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -57,9 +48,6 @@ def matches(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 MODES = {
     "rejection": Mode(noise.DRAFT, rejection_verify, np.minimum),
-    "block": Mode(
-        noise.DRAFT, lambda *batch: Verdict(*block_verify(*batch)[:2]), None, noise.DEPTH_STEP
-    ),
     "coupled": Mode(noise.COUPLED, lambda p, x, _, k, rows: coupled_verify(p, x, k, rows), matches),
 }
 
@@ -140,8 +128,7 @@ class Decoder:
         states, drafts = [state], []
         for depth in range(DEEPEST):
             where = rows._replace(positions=positions + depth)
-            purposes = self.mode.purposes(torch.full_like(at, depth))
-            drafts.append(draw(self.models.draft[states[-1]], where, purposes))
+            drafts.append(draw(self.models.draft[states[-1]], where, self.mode.draft_purpose))
             states.append(self.models.after(states[-1], drafts[-1]))
         grid, tokens = torch.stack(states, dim=1), torch.stack(drafts, dim=1)
         own = self.models.draft[grid[:, :-1]].gather(2, tokens[..., None]).squeeze(2)
@@ -192,22 +179,8 @@ def joint_z(tokens: np.ndarray, models: ToyModels) -> float:
 
 def survival_chances(models: ToyModels, mode: str, depth: int = DEEPEST) -> np.ndarray:
     """Return P(the first j drafts of a step from state 0 are accepted), j = 0..depth: float64."""
-    overlap = MODES[mode].overlap
-    if overlap is not None:
-        return survival(
-            models, overlap(exact_dists(models.target), exact_dists(models.draft)), depth
-        )
-    p, q = exact_dists(models.target), exact_dists(models.draft)
-    states, chance, ratio = torch.tensor([0]), np.ones(1), np.ones(1)
-    chances = [1.0]
-    for _ in range(depth):  # every prefix: E[c_j], c_j = min(1, c_{j-1} p / q)
-        drawn = q[states] > 0
-        ratio = ratio[:, None] * np.divide(p[states], q[states], out=0 * p[states], where=drawn)
-        ratio = np.minimum(ratio, 1).ravel()
-        chance = (chance[:, None] * q[states]).ravel()
-        states = models.after(states[:, None], torch.arange(models.vocab)).ravel()
-        chances.append(float(chance @ ratio))
-    return np.array(chances)
+    overlap = MODES[mode].overlap(exact_dists(models.target), exact_dists(models.draft))
+    return survival(models, overlap, depth)
 
 
 def acceptance_z(run: Decoded, chances: np.ndarray) -> list[float]:

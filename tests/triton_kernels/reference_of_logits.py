@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.sampling import rejection_sampler as verify
-from cbatch.runtime.sampling.block_verification import block_verify
 from tests.triton_kernels.sampling_reference import shaped_logits, weights_of
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     GREEDY,
     REJECTION,
@@ -42,7 +40,7 @@ def verify_reference(
     greedy = torch.nn.functional.one_hot(x.argmax(dim=-1), x.shape[1]).float()
     verdicts = {
         mode: _verdict(mode, batch, greedy if mode == GREEDY else p, q, requests.modes == mode)
-        for mode in (GREEDY, COUPLED, REJECTION, BLOCK)
+        for mode in (GREEDY, COUPLED, REJECTION)
     }
     accepted, following = torch.zeros_like(counts), torch.zeros_like(counts)
     for mode, verdict in verdicts.items():
@@ -85,10 +83,8 @@ def _verdict(
         return verify.Verdict(counts[chosen], counts[chosen])
     if mode in (GREEDY, COUPLED):
         return verify.coupled_verify(p, tokens, counts[chosen], rows)
-    given = p, tokens, None if q is None else q[drafted], counts[chosen], rows
-    if mode == REJECTION:
-        return verify.rejection_verify(*given)
-    return verify.Verdict(*block_verify(*given)[:2])
+    q = None if q is None else q[drafted]
+    return verify.rejection_verify(p, tokens, q, counts[chosen], rows)
 
 
 def normalised(weights: Tensor) -> Tensor:

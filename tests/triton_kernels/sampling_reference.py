@@ -7,7 +7,6 @@ from torch import Tensor
 
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     GREEDY,
     IN_PROMPT,
@@ -92,8 +91,6 @@ def exponentials(rows: Rows, requests: Requests, where: Noise, purpose: int, voc
     of = rows.requests.long()
     modes = requests.modes[of]
     purposes = torch.where(modes == COUPLED, noise.COUPLED, purpose)
-    if purpose == noise.DRAFT:
-        purposes += torch.where(modes == BLOCK, noise.DEPTH_STEP * rows.depths.long(), 0)
     positions = where.positions[of] + rows.depths
     words = noise.token_words(where.keys[of], positions, where.choices[of], purposes, vocab)
     return noise.exponential(words)

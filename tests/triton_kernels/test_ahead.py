@@ -30,7 +30,7 @@ def launch() -> None:
     rms_norm(x.bfloat16(), weight, 1e-5, x)
     state = Arena.allocate(ArenaSizes(3, 32, 16, 40, 16), META).state
     layout = TargetLayout.allocate(3, 8, 4, META)
-    make_target_batch(state, state.kv_len, layout, block_size=16, most_token=39)
+    make_target_batch(state, state.kv_len, layout, block_size=16, max_token=39)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch(
 
 def test_a_process_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = (
-        "import sys, time; from triton_kernels.build import ahead; ahead._MOST_S = 1; "
+        "import sys, time; from triton_kernels.build import ahead; ahead._MAX_S = 1; "
         "ahead.Specialisation.compile = lambda each: time.sleep(60); ahead.main(sys.argv[1:])"
     )
     monkeypatch.setattr(ahead, "COMMAND", (sys.executable, "-c", hangs))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cbatch.core.request import noise as specification
 from cbatch.core.request.noise import Purpose
-from cbatch.runtime.sampling.block_verification import block_verify
 from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
     Verdict,
@@ -103,32 +102,9 @@ def slow_rejection(one: Batch) -> tuple[int, int]:
     return accepted, race(one.target[accepted].numpy(), one, accepted, Purpose.BONUS)
 
 
-def slow_block(one: Batch) -> tuple[int, int]:
-    """Verify by Algorithm 2 as written, in float64: with joint ratios c and residual masses."""
-    key, choice, position = (field[0].numpy() for field in one.rows)
-    k = len(one.drafts)
-    p, q = one.target.double().numpy(), one.draft_probs.double().numpy()
-    ratios, accepted = [1.0], 0
-    for depth, draft in enumerate(one.drafts.tolist()):
-        ratios.append(min(1.0, ratios[-1] * p[depth, draft] / q[depth, draft]))
-    for i in range(1, k + 1):
-        chance = ratios[i]
-        if i < k and chance < 1:
-            mass = np.maximum(ratios[i] * p[i] - q[i], 0).sum()
-            chance = mass / (mass + 1 - ratios[i])
-        purpose = specification.at_depth(Purpose.ACCEPT, i - 1)
-        words = specification.scalar_words(key, position + i - 1, choice, purpose)
-        if specification.uniform(words)[0] <= chance:
-            accepted = i
-    if accepted == k:
-        return k, race(one.target[k].numpy(), one, k, Purpose.BONUS)
-    residual = np.maximum(ratios[accepted] * p[accepted] - q[accepted], 0)
-    return accepted, race(residual.astype(np.float32), one, accepted, Purpose.RESIDUAL)
-
-
 @ALL
 def test_every_row_is_what_the_definition_says(mode: str) -> None:
-    slow = {"rejection": slow_rejection, "block": slow_block, "coupled": slow_coupled}[mode]
+    slow = {"rejection": slow_rejection, "coupled": slow_coupled}[mode]
     batch = make_batch(mode, 300, seed=0)
     verdict = batch.verify(mode)
     verdicts = zip(*torch.stack(verdict).tolist(), strict=True)
@@ -185,8 +161,6 @@ def test_shapes_are_checked_by_name() -> None:
     p, ones, rows = torch.full((2, 3), 1 / 3), torch.ones(1, dtype=torch.int64), rows_for(1)
     with pytest.raises(ValueError, match="draft_probs"):
         rejection_verify(p, ones, p[:, :2][:1], ones, rows)
-    with pytest.raises(ValueError, match="draft_probs"):
-        block_verify(p, ones, p[:, :2][:1], ones, rows)
     for check in (lambda *a: rejection_verify(*a[:2], None, *a[2:]), coupled_verify):
         with pytest.raises(ValueError, match="target_probs"):
             check(p[:1], ones, ones, rows)

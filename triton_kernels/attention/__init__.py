@@ -99,7 +99,7 @@ def attention(
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         **launch_options(early),
         # Without a register limit NVIDIA's assembler aims at a higher occupancy, and spills.
-        **({} if torch.version.hip else {"maxnreg": tile.most_registers}),
+        **({} if torch.version.hip else {"maxnreg": tile.max_registers}),
     )  # fmt: skip
 
 
@@ -115,8 +115,8 @@ def _check(
     heads = work.heads
     if q.dim() != 4 or tuple(q.shape[1:]) != heads:
         raise ValueError(f"q: {list(q.shape)} does not fit; give [T, {', '.join(map(str, heads))}]")
-    if len(q) > work.most_tokens:
-        raise ValueError(f"q: {len(q)} tokens, work for {work.most_tokens}")
+    if len(q) > work.max_tokens:
+        raise ValueError(f"q: {len(q)} tokens, work for {work.max_tokens}")
     if q.stride(3) != 1 or q.stride(2) != heads.head_dim:
         raise ValueError("q: the heads of a group must lie side by side")
     width = heads.kv_heads * heads.group * heads.head_dim

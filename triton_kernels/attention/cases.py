@@ -82,10 +82,10 @@ def _case(
         limits={key.arch: _limits(key.arch, tile)},
         wgmma=tile.rows >= 64,
         wide_loads=True,
-        most_narrow=_STATISTICS,
+        max_narrow=_STATISTICS,
         tma=tile.descriptors,
         buffers=(tile.num_stages - 1, tile.keys, block_dim),
-        maxnreg=tile.most_registers,
+        maxnreg=tile.max_registers,
     )
 
 
@@ -95,7 +95,7 @@ def _limits(arch: str, tile: Tile) -> CaseLimits:
     shared_bytes = (_MEMORY_KIB[arch] << 10) // tile.programs
     if arch == "gfx942":
         return CaseLimits(_AMD_REGISTERS // tile.programs, shared_bytes)
-    return CaseLimits(tile.most_registers, shared_bytes - 1024)
+    return CaseLimits(tile.max_registers, shared_bytes - 1024)
 
 
 def _plan_case() -> KernelCase:

@@ -44,8 +44,8 @@ _MAX_BLOCKS_TO_SPLIT = 8  # queries of more blocks are not split: they fill the 
 _ANY = (1 << 30) - 1  # no limit: larger than any token or block count
 _LANES = 128
 # Arguments that must not specialise the planning kernel: one compilation serves every work list.
-_NUMBERS = ("most_partials", "num_sequences", "least_query", "most_query", "block_tokens", "split",
-            "window", "programs", "most_blocks")  # fmt: skip
+_NUMBERS = ("max_partials", "num_sequences", "min_query", "max_query", "block_tokens", "split",
+            "window", "programs", "max_blocks")  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -59,7 +59,7 @@ class Tile(NamedTuple):
     descriptors: bool = False  # load K and V by TMA; page_tokens must be a multiple of keys
 
     @property
-    def most_registers(self) -> int:
+    def max_registers(self) -> int:
         """Registers per thread with `programs` programs on an NVIDIA multiprocessor. It has 65536,
         allocated in units of eight."""
         return min(65536 // (32 * self.num_warps * self.programs) // 8 * 8, 255)
@@ -105,8 +105,8 @@ class WorkList(NamedTuple):
     queries: tuple[int, int]  # least and most tokens of a query; others get no items
     window: int | None  # in tokens, the token itself included
     partials: Partials
-    most_tokens: int
-    most_sequences: int
+    max_tokens: int
+    max_sequences: int
 
     @classmethod
     def allocate(
@@ -115,21 +115,21 @@ class WorkList(NamedTuple):
         heads: Heads,
         tile: Tile,
         *,
-        most_tokens: int,
-        most_sequences: int,
+        max_tokens: int,
+        max_sequences: int,
         split_tokens: int,
         balanced: int | None = None,
         queries: tuple[int, int] = (1, _ANY),
         window: int | None = None,
     ) -> WorkList:
-        """Allocate memory for steps of up to `most_tokens` tokens in `most_sequences` sequences.
+        """Allocate memory for steps of up to `max_tokens` tokens in `max_sequences` sequences.
         Raises ValueError for `split_tokens` or `partials` that do not fit the tile."""
         tokens = block_tokens(heads, tile)
         if split_tokens % tile.keys:
             raise ValueError(f"split_tokens: give a multiple of the tile's {tile.keys} keys")
         if partials.sums.shape[1:] != (heads.kv_heads, tile.rows, heads.head_dim):
             raise ValueError("partials: allocate them for the same heads and tile")
-        capacity = len(partials.arrived) + most_sequences + -(-most_tokens // tokens)
+        capacity = len(partials.arrived) + max_sequences + -(-max_tokens // tokens)
         device = partials.sums.device
         items = torch.zeros(capacity, ITEM_FIELDS.value, dtype=torch.int32, device=device)
         num_items = torch.zeros(1, dtype=torch.int32, device=device)
@@ -143,8 +143,8 @@ class WorkList(NamedTuple):
             queries,
             window,
             partials,
-            most_tokens,
-            most_sequences,
+            max_tokens,
+            max_sequences,
         )
 
 
@@ -173,9 +173,9 @@ def plan(query_starts: Tensor, context_lens: Tensor, work: WorkList) -> None:
     count = len(context_lens)
     check_tensor("context_lens", context_lens, torch.int32, (count,))
     check_tensor("query_starts", query_starts, torch.int32, (count + 1,))
-    if count > work.most_sequences:
+    if count > work.max_sequences:
         raise ValueError(
-            f"context_lens: {count} sequences, the work list holds {work.most_sequences}"
+            f"context_lens: {count} sequences, the work list holds {work.max_sequences}"
         )
     balanced = work.balanced is not None
     plan_kernel[(count,)](
@@ -196,8 +196,8 @@ def _first_split(position, split, window):
 
 @jit(do_not_specialize=_NUMBERS)
 def plan_kernel(
-    query_starts_ptr, context_lens_ptr, items_ptr, num_items_ptr, most_partials, num_sequences,
-    least_query, most_query, block_tokens, split, window, programs, most_blocks,
+    query_starts_ptr, context_lens_ptr, items_ptr, num_items_ptr, max_partials, num_sequences,
+    min_query, max_query, block_tokens, split, window, programs, max_blocks,
     BALANCED: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the items of one sequence per program. Every program computes the item counts of all
@@ -212,7 +212,7 @@ def plan_kernel(
     starts = tl.load(query_starts_ptr + sequences, mask=in_range, other=0)
     queries = tl.load(query_starts_ptr + sequences + 1, mask=in_range, other=0) - starts
     contexts = tl.load(context_lens_ptr + sequences, mask=in_range, other=0)
-    served = (queries >= least_query) & (queries <= most_query)
+    served = (queries >= min_query) & (queries <= max_query)
     blocks = tl.where(served, (queries + block_tokens - 1) // block_tokens, 0)
     first_splits = _first_split(contexts - queries, split, window)
     splits = (contexts + split - 1) // split - first_splits
@@ -220,9 +220,9 @@ def plan_kernel(
     if BALANCED:
         share = tl.maximum((tl.sum(blocks * splits, 0) + programs - 1) // programs, 1)
         parts = (2 * splits + share) // (2 * share)
-    num_parts = tl.where((parts > 1) & (blocks <= most_blocks), blocks * parts, 0)
+    num_parts = tl.where((parts > 1) & (blocks <= max_blocks), blocks * parts, 0)
     ends = tl.cumsum(num_parts, 0)
-    is_split = (num_parts > 0) & (ends <= most_partials)
+    is_split = (num_parts > 0) & (ends <= max_partials)
     whole_blocks = tl.where((splits > 1) & (is_split == 0), blocks, 0)
     front_parts = tl.where(is_split, blocks * (parts - 1), 0)
     last_parts = blocks - whole_blocks

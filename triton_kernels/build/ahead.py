@@ -29,10 +29,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-_MOST_PROCESSES = 16
+_MAX_PROCESSES = 16
 # Least kernels per process: starting a process for one kernel takes longer than it saves.
 _KERNELS_A_PROCESS = 2
-_MOST_S = 300  # time limit of a process, in seconds
+_MAX_S = 300  # time limit of a process, in seconds
 COMMAND = (sys.executable, "-m", "triton_kernels.build.ahead")  # followed by a niceness
 _logger = logging.getLogger("cbatch")
 
@@ -87,7 +87,7 @@ def compile_all(kernels: dict[str, Specialisation], *, processes: int | None = N
     if is_compiled(kernels):
         return
     work, cpus = list(kernels.values()), len(os.sched_getaffinity(0))
-    count = processes or min(cpus, -(-len(work) // _KERNELS_A_PROCESS), _MOST_PROCESSES)
+    count = processes or min(cpus, -(-len(work) // _KERNELS_A_PROCESS), _MAX_PROCESSES)
     _logger.info("compiling %d kernels by %d processes", len(work), count)
     end([start(work[at::count]) for at in range(count)], kernels)
 
@@ -135,7 +135,7 @@ def _tuples(value: Any) -> Any:
 
 def main(arguments: Sequence[str]) -> None:
     os.nice(int(arguments[0]))
-    signal.alarm(_MOST_S)  # its signal ends the process
+    signal.alarm(_MAX_S)  # its signal ends the process
     for kernel in pickle.load(sys.stdin.buffer):
         kernel.compile()
 

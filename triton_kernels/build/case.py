@@ -30,7 +30,7 @@ class KernelCase(NamedTuple):
     limits: Mapping[str, CaseLimits]
     wgmma: bool = False  # sm_90 must use wgmma, for products of 64 rows or more
     wide_loads: bool = False  # memory must be read 128 bits at a time
-    most_narrow: int = 0  # most loads that may be narrower, with `wide_loads`
+    max_narrow: int = 0  # most loads that may be narrower, with `wide_loads`
     tma: bool = False  # sm_90 and later must load through descriptors
     # At least (number, rows, columns) tiles must be in flight in shared memory.
     buffers: tuple[int, int, int] | None = None

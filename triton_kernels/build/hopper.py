@@ -14,7 +14,7 @@ from typing import Any
 from triton import knobs
 from triton.runtime import driver
 
-_LEAST_ARCH = 90
+_MIN_ARCH = 90
 _HOPPER_BYTES = 200 << 10  # less than the shared memory of a program on sm_90 and sm_100
 
 
@@ -26,7 +26,7 @@ def is_hopper() -> bool:
         target = driver.active.get_current_target()
     except RuntimeError:
         return False
-    return bool(target.backend == "cuda" and target.arch >= _LEAST_ARCH)
+    return bool(target.backend == "cuda" and target.arch >= _MIN_ARCH)
 
 
 def has_large_tiles() -> bool:

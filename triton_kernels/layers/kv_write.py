@@ -20,7 +20,7 @@ from triton_kernels.build.check import check_tensor
 from triton_kernels.build.hopper import is_hopper, launch_options
 from triton_kernels.build.jit import jit
 
-_MOST_FP8 = {
+_MAX_FP8 = {
     dtype: torch.finfo(dtype).max
     for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 }
@@ -104,7 +104,7 @@ def kv_write(
         fused.stride(0), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2), GROUP=roles - 2,
         ROLES=triton.next_power_of_2(roles), HEAD_DIM=head_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim), PAGE=k_pages.shape[1],
-        MOST=_MOST_FP8.get(k_pages.dtype), EARLY=early, num_warps=2, num_stages=1,
+        MOST=_MAX_FP8.get(k_pages.dtype), EARLY=early, num_warps=2, num_stages=1,
         enable_fp_fusion=True, **launch_options(early),
     )  # fmt: skip
 
@@ -135,7 +135,7 @@ def kv_write_reference(
     slot, page_tokens = slots[real].long(), k_pages.shape[1]
     values = fused[real, :, group + 1].float()
     for pages, rows, scale in ((k_pages, x[:, :, group], k_scale), (v_pages, values, v_scale)):
-        largest = _MOST_FP8.get(pages.dtype)
+        largest = _MAX_FP8.get(pages.dtype)
         rows = rows if largest is None else (rows / scale).clamp(-largest, largest)
         pages[slot // page_tokens, slot % page_tokens] = rows.to(pages.dtype)
 
@@ -167,7 +167,7 @@ def _check(
             )
         if pages.stride() != k_pages.stride() or pages.stride(3) != 1:
             raise ValueError(f"{name}: strides {pages.stride()}; give those of k_pages, the last 1")
-        if pages.dtype != k_pages.dtype or pages.dtype not in (fused.dtype, *_MOST_FP8):
+        if pages.dtype != k_pages.dtype or pages.dtype not in (fused.dtype, *_MAX_FP8):
             raise ValueError(f"{name}: {pages.dtype}; give {fused.dtype} or an fp8 type")
 
 

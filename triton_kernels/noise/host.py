@@ -19,7 +19,6 @@ ACCEPT: Final = 1
 RESIDUAL: Final = 2
 BONUS: Final = 3
 COUPLED: Final = 4
-DEPTH_STEP: Final = 8  # purpose = stream + depth in the block * DEPTH_STEP: `noise.at_depth`
 
 PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85

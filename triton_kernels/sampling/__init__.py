@@ -12,7 +12,6 @@ from __future__ import annotations
 from triton_kernels.build.case import KernelCase
 from triton_kernels.sampling import launch, mask
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     GREEDY,
     REJECTION,
@@ -29,7 +28,6 @@ from triton_kernels.sampling.inputs import (
 from triton_kernels.sampling.launch import TILING, Tiling, draw, sample
 
 __all__ = [
-    "BLOCK",
     "COUPLED",
     "GREEDY",
     "REJECTION",

@@ -30,7 +30,7 @@ GUESSES = tl.constexpr(10)
 # Share of a piece's other tokens that a guess assumes to be as likely as a token at the end.
 REST_SHARE = tl.constexpr(0.1)
 NEAR = tl.constexpr(0.125)  # tokens within this distance before an end give the density there
-MOST_GUESSES = tl.constexpr(8)  # most ends chosen by density; later ends halve the interval
+MAX_GUESSES = tl.constexpr(8)  # most ends chosen by density; later ends halve the interval
 
 # Fields of a row of `Distributions.floats`.
 DIST_MAX = tl.constexpr(0)
@@ -281,7 +281,7 @@ def _next(pivot, low, high, end, reached, gap, by_count, num_near, rounds):
     halved = low + tl.maximum((high - low) // 2, 1)
     further = tl.where(y < 64.0, tl.minimum(order.key_of(2.0 * y + 1.0) << 32, end), end)
     fallback = tl.where(reached | (high < end), halved, further)
-    return tl.where((guess > low) & (guess < high) & (rounds < MOST_GUESSES), guess, fallback)
+    return tl.where((guess > low) & (guess < high) & (rounds < MAX_GUESSES), guess, fallback)
 
 
 @jit

@@ -7,12 +7,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-# How a request's tokens are sampled and its drafts verified: see `rejection_sampler.py` and, for
-# blocks, `block_verification.py` in `cbatch/runtime/sampling`.
+# How a request's tokens are sampled and its drafts verified: see
+# `cbatch/runtime/sampling/rejection_sampler.py`.
 GREEDY: Final = 0
 COUPLED: Final = 1
 REJECTION: Final = 2
-BLOCK: Final = 3
 
 # In place of a noise purpose: each row of a verification uses the purpose of the token it gives.
 VERIFY: Final = -1
@@ -25,7 +24,7 @@ IS_STOP: Final = 2
 class Requests(NamedTuple):
     """Sampling parameters of B requests."""
 
-    modes: Tensor  # int32: GREEDY, COUPLED, REJECTION or BLOCK
+    modes: Tensor  # int32: GREEDY, COUPLED or REJECTION
     temperatures: Tensor  # fp32, > 0
     top_k: Tensor  # int32 >= 1; the vocabulary size where a request has none
     top_p: Tensor  # fp32 > 0; infinite where a request has none

@@ -21,7 +21,7 @@ from triton_kernels.sampling.shape import shape_kernel
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 # Least tiles per row in kernel code; with fewer, `distributions_kernel` would spill registers.
-_LEAST_TILES = 64
+_MIN_TILES = 64
 # Kernels are compiled for the tiles of the vocabulary, plus 1/8 of their number for listed tokens.
 _LISTED_TILES_DIVISOR = 8
 
@@ -152,7 +152,7 @@ def kernel_arguments(
     width = 0 if shaping is None else shaping.listed.shape[1]
     dense = tiling.num_tiles(vocab)
     num_tiles = dense + tiling.num_tiles(width)
-    most_tiles = dense + triton.cdiv(dense, _LISTED_TILES_DIVISOR)
+    max_tiles = dense + triton.cdiv(dense, _LISTED_TILES_DIVISOR)
     tiles, device = (num_rows, num_tiles), batch.logits.device
     scanned = Scanned(
         torch.empty((*tiles, scan.TILE_FIELDS.value), dtype=torch.float32, device=device),
@@ -166,7 +166,7 @@ def kernel_arguments(
     if shaping is not None:
         overlay = Overlay.allocate(num_rows, width, device)
         overlay = overlay if listed is None else overlay._replace(logits=listed)
-    power = triton.next_power_of_2(max(num_tiles, most_tiles, _LEAST_TILES))
+    power = triton.next_power_of_2(max(num_tiles, max_tiles, _MIN_TILES))
     return {
         "batch": batch._replace(shaping=None),
         "shaping": shaping,

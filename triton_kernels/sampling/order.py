@@ -20,13 +20,10 @@ from triton_kernels.sampling import inputs
 GREEDY = tl.constexpr(inputs.GREEDY)
 COUPLED_MODE = tl.constexpr(inputs.COUPLED)
 REJECTION = tl.constexpr(inputs.REJECTION)
-BLOCK_MODE = tl.constexpr(inputs.BLOCK)
 VERIFY = tl.constexpr(inputs.VERIFY)
-DRAFT = tl.constexpr(noise.DRAFT)
 RESIDUAL = tl.constexpr(noise.RESIDUAL)
 BONUS = tl.constexpr(noise.BONUS)
 COUPLED = tl.constexpr(noise.COUPLED)
-DEPTH_STEP = tl.constexpr(noise.DEPTH_STEP)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # logit of a forbidden token
@@ -109,8 +106,7 @@ def race_of(batch, certain_ptr, request, depth, purpose, any_drawn):
     at = tl.load(batch.drafts.starts + request) + depth
     excluded = tl.load(batch.drafts.tokens + at, mask=has_draft, other=-1)
     stream = tl.where(has_draft, RESIDUAL, tl.where(purpose == VERIFY, BONUS, purpose))
-    drafts_block = (mode == BLOCK_MODE) & (purpose == DRAFT)
-    stream = tl.where(mode == COUPLED_MODE, COUPLED, stream + drafts_block * DEPTH_STEP * depth)
+    stream = tl.where(mode == COUPLED_MODE, COUPLED, stream)
     return (mode != GREEDY) & ~(has_draft & sampled), stream, excluded
 
 

@@ -51,14 +51,14 @@ class DraftLayout(NamedTuple):
 
     @classmethod
     def allocate(
-        cls, slots: int, most_tokens: int, most_drafts: int, device: torch.device | str
+        cls, slots: int, max_tokens: int, max_drafts: int, device: torch.device | str
     ) -> DraftLayout:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         rows = slots - 1
         return cls(
-            *(zeros(most_tokens) for _ in range(3)),
+            *(zeros(max_tokens) for _ in range(3)),
             zeros(slots + 1),
             zeros(slots),
             zeros(slots + 1),
@@ -67,17 +67,17 @@ class DraftLayout(NamedTuple):
             zeros(rows),
             *(zeros(slots) for _ in range(4)),
             zeros(slots, dtype=torch.int64),
-            zeros((rows + slots) * most_drafts),
+            zeros((rows + slots) * max_drafts),
         )
 
 
 LAYOUT_TYPES = DraftLayout(*["*i32"] * len(DraftLayout._fields))._replace(noise_positions="*i64")
 
 
-@jit(do_not_specialize=["most_tokens", "most_rows", "most_token"])
+@jit(do_not_specialize=["max_tokens", "max_rows", "max_token"])
 def draft_batch_kernel(
-    state, layout, num_slots, token_width, block_width, most_tokens, most_rows, most_drafts,
-    most_token, context_tokens, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
+    state, layout, num_slots, token_width, block_width, max_tokens, max_rows, max_drafts,
+    max_token, context_tokens, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     slots = tl.arange(0, BLOCK_SLOTS)
     in_range = slots < num_slots
@@ -111,7 +111,7 @@ def draft_batch_kernel(
         tl.store(layout.row_starts + slots, first_rows, mask=in_range)
         tl.store(layout.row_starts + num_slots, tl.sum(has_drafts, 0))
         tl.store(layout.depths + slots, depths, mask=in_range)
-        tl.store(layout.starts + slots, first_rows * has_drafts * most_drafts, mask=in_range)
+        tl.store(layout.starts + slots, first_rows * has_drafts * max_drafts, mask=in_range)
         tl.store(layout.broken + slots, slots * 0, mask=in_range)
         kv_after = tl.where(depths > 0, known - 1 + depths, kv + queries)
         tl.store(layout.next_kv + slots, kv_after, mask=in_range)
@@ -122,12 +122,12 @@ def draft_batch_kernel(
     positions = lanes + tl.gather(kv - ends + queries, owners, 0)
     valid = lanes < tl.sum(queries, 0)
     store_tokens(
-        state, layout, lanes, owners, positions, valid, token_width, block_width, most_tokens,
-        most_token, PAGE,
+        state, layout, lanes, owners, positions, valid, token_width, block_width, max_tokens,
+        max_token, PAGE,
     )  # fmt: skip
     owners = owners_of(row_ends, lanes, BLOCK_SLOTS)
     valid = lanes < tl.sum(has_drafts, 0)
-    inside = lanes < most_rows
+    inside = lanes < max_rows
     tl.store(layout.row_slots + lanes, tl.where(valid, owners, num_slots - 1), mask=inside)
     token = tl.gather(last_tokens, owners, 0)
     tl.store(layout.row_tokens + lanes, tl.where(valid, token, 0), mask=inside)
@@ -138,11 +138,11 @@ def make_draft_batch(
     layout: DraftLayout,
     *,
     block_size: int,
-    most_drafts: int,
-    most_token: int,
+    max_drafts: int,
+    max_token: int,
     context_tokens: int,
 ) -> None:
-    """Fill `layout` for the first pass. `most_drafts` is K of the layout, `most_token` the last id
+    """Fill `layout` for the first pass. `max_drafts` is K of the layout, `max_token` the last id
     in the draft model's vocabulary, `context_tokens` its context length."""
     slots = len(state.num_tokens)
     if tuple(layout.query_starts.shape) != (slots + 1,):
@@ -150,23 +150,23 @@ def make_draft_batch(
     longest = max(len(layout.tokens), len(layout.row_slots))
     draft_batch_kernel[(triton.cdiv(longest, LANES),)](
         state, layout, slots, state.tokens.shape[1], state.blocks.shape[1], len(layout.tokens),
-        len(layout.row_slots), most_drafts, most_token, context_tokens,
+        len(layout.row_slots), max_drafts, max_token, context_tokens,
         BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
         num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-@jit(do_not_specialize=["num_rows", "depth", "most_token"])
+@jit(do_not_specialize=["num_rows", "depth", "max_token"])
 def take_drafts_kernel(
-    drawn_ptr, state, layout, num_rows, num_slots, depth, token_width, block_width, most_drafts,
-    most_token, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    drawn_ptr, state, layout, num_rows, num_slots, depth, token_width, block_width, max_drafts,
+    max_token, PAGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
     slot = tl.load(layout.row_slots + row, mask=live, other=num_slots - 1)
     num_drafts = tl.load(layout.depths + slot, mask=slot < num_slots - 1, other=0)
     known = tl.load(state.num_tokens + slot)
-    draft = row * most_drafts + depth
+    draft = row * max_drafts + depth
     token = tl.load(drawn_ptr + 2 * draft, mask=live, other=0)
     finite = tl.load(drawn_ptr + 2 * draft + 1, mask=live, other=1) != 0
     is_draft = depth < num_drafts
@@ -183,7 +183,7 @@ def take_drafts_kernel(
     continues = kept & (depth + 1 < num_drafts)
     block = tl.load(state.blocks + slot * block_width + position // PAGE, mask=continues, other=0)
     kv_slot = tl.where(continues, block * PAGE + position % PAGE, -1)
-    tl.store(layout.tokens + row, tl.where(continues, tl.minimum(token, most_token), 0), mask=live)
+    tl.store(layout.tokens + row, tl.where(continues, tl.minimum(token, max_token), 0), mask=live)
     tl.store(layout.positions + row, tl.where(continues, position, 0), mask=live)
     tl.store(layout.kv_slots + row, kv_slot, mask=live)
     context = tl.where(continues, position + 1, 1)
@@ -198,19 +198,19 @@ def take_drafts(
     depth: int,
     *,
     block_size: int,
-    most_drafts: int,
-    most_token: int,
+    max_drafts: int,
+    max_token: int,
 ) -> None:
     """Take draft number `depth` (from 0) of the first `num_rows` rows, and lay out the next pass.
     `drawn` int32 [R * K, 2] has at `row * K + depth` the token, and whether its logits were finite.
     Raises ValueError if the layout is for fewer rows."""
     slots = len(state.num_tokens)
-    check_tensor("drawn", drawn, torch.int32, (len(layout.row_slots) * most_drafts, 2))
+    check_tensor("drawn", drawn, torch.int32, (len(layout.row_slots) * max_drafts, 2))
     if num_rows > len(layout.row_slots):
         raise ValueError(f"num_rows: {num_rows}, layout for {len(layout.row_slots)}")
     take_drafts_kernel[(triton.cdiv(num_rows, _ROWS),)](
         drawn, state, layout, num_rows, slots, depth, state.tokens.shape[1],
-        state.blocks.shape[1], most_drafts, most_token, PAGE=block_size, ROWS=_ROWS,
+        state.blocks.shape[1], max_drafts, max_token, PAGE=block_size, ROWS=_ROWS,
         num_warps=_TAKE_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ _NUM_WARPS = 2
 
 @jit
 def guess_kernel(
-    state, layout, num_slots, token_width, guess_width, most_drafts, ALONE: tl.constexpr,
+    state, layout, num_slots, token_width, guess_width, max_drafts, ALONE: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
@@ -50,7 +50,7 @@ def guess_kernel(
     # A sequence never exceeds `max_total`.
     depths = tl.minimum(planned, tl.maximum(total - known - 1, 0))
     depths = tl.where(agrees, tl.minimum(depths, count - num_emitted), 0)
-    first = (num_slots - 1 + slot) * most_drafts  # after the drafts of a model's rows
+    first = (num_slots - 1 + slot) * max_drafts  # after the drafts of a model's rows
     for j in range(tl.max(depths)):
         is_draft = j < depths
         token = tl.load(guess_ptr + _HEAD + num_emitted + j, mask=is_draft, other=0)
@@ -65,17 +65,17 @@ def guess_kernel(
         tl.store(layout.next_kv + slot, kv, mask=in_range)
 
 
-def take_guesses(state: SlotState, layout: DraftLayout, *, most_drafts: int, alone: bool) -> None:
+def take_guesses(state: SlotState, layout: DraftLayout, *, max_drafts: int, alone: bool) -> None:
     """Take drafts from `state.guess` for slots with planned lookup drafts. `alone`: no model drafts
-    in this step, so this fills `layout` for all other slots, too. `most_drafts` is K of the
+    in this step, so this fills `layout` for all other slots, too. `max_drafts` is K of the
     layout."""
     slots = len(state.num_tokens)
-    if len(layout.drafts) < (2 * slots - 1) * most_drafts:
-        raise ValueError(f"layout: allocate it for {slots} slots of {most_drafts} drafts")
-    if state.guess.shape[1] < HEAD_WORDS + most_drafts:
+    if len(layout.drafts) < (2 * slots - 1) * max_drafts:
+        raise ValueError(f"layout: allocate it for {slots} slots of {max_drafts} drafts")
+    if state.guess.shape[1] < HEAD_WORDS + max_drafts:
         raise ValueError(f"state.guess: {state.guess.shape[1]} words do not hold a guess")
     guess_kernel[(triton.cdiv(slots, _SLOTS),)](
-        state, layout, slots, state.tokens.shape[1], state.guess.shape[1], most_drafts,
+        state, layout, slots, state.tokens.shape[1], state.guess.shape[1], max_drafts,
         ALONE=alone, SLOTS=_SLOTS, num_warps=_NUM_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 

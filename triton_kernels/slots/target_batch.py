@@ -48,16 +48,16 @@ class TargetLayout(NamedTuple):
 
     @classmethod
     def allocate(
-        cls, slots: int, most_tokens: int, most_logits: int, device: torch.device | str
+        cls, slots: int, max_tokens: int, max_logits: int, device: torch.device | str
     ) -> TargetLayout:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            *(zeros(most_tokens) for _ in range(3)),
+            *(zeros(max_tokens) for _ in range(3)),
             zeros(slots + 1),
             zeros(slots),
-            *(zeros(most_logits) for _ in range(3)),
+            *(zeros(max_logits) for _ in range(3)),
             *(zeros(slots) for _ in range(4)),
             zeros(slots, dtype=torch.int64),
         )
@@ -80,24 +80,24 @@ def owners_of(ends, items, BLOCK: tl.constexpr):
 
 @jit
 def store_tokens(
-    state, layout, lanes, owners, positions, valid, token_width, block_width, most_tokens,
-    most_token, PAGE: tl.constexpr,
+    state, layout, lanes, owners, positions, valid, token_width, block_width, max_tokens,
+    max_token, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Store ids, positions and KV slots of flat tokens; tokens not `valid` are padding."""
     owners = owners.to(tl.int64)
     token = tl.load(state.tokens + owners * token_width + positions, mask=valid, other=0)
     block = tl.load(state.blocks + owners * block_width + positions // PAGE, mask=valid, other=0)
     kv_slot = tl.where(valid, block * PAGE + positions % PAGE, -1)
-    inside = lanes < most_tokens
-    tl.store(layout.tokens + lanes, tl.minimum(token, most_token), mask=inside)
+    inside = lanes < max_tokens
+    tl.store(layout.tokens + lanes, tl.minimum(token, max_token), mask=inside)
     tl.store(layout.positions + lanes, tl.where(valid, positions, 0), mask=inside)
     tl.store(layout.kv_slots + lanes, kv_slot, mask=inside)
 
 
-@jit(do_not_specialize=["most_tokens", "most_logits", "most_token"])
+@jit(do_not_specialize=["max_tokens", "max_logits", "max_token"])
 def target_batch_kernel(
-    state, depths_ptr, layout, num_slots, token_width, block_width, most_tokens, most_logits,
-    most_token, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
+    state, depths_ptr, layout, num_slots, token_width, block_width, max_tokens, max_logits,
+    max_token, BLOCK_SLOTS: tl.constexpr, PAGE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     slots = tl.arange(0, BLOCK_SLOTS)
     in_range = slots < num_slots
@@ -134,23 +134,23 @@ def target_batch_kernel(
     positions = lanes + tl.gather(kv - ends + queries, owners, 0)
     valid = lanes < tl.sum(queries, 0)
     store_tokens(
-        state, layout, lanes, owners, positions, valid, token_width, block_width, most_tokens,
-        most_token, PAGE,
+        state, layout, lanes, owners, positions, valid, token_width, block_width, max_tokens,
+        max_token, PAGE,
     )  # fmt: skip
     owners = owners_of(logit_ends, lanes, BLOCK_SLOTS)
     valid = lanes < tl.sum(num_logits, 0)
     depths = lanes - tl.gather(logit_ends - num_logits, owners, 0)
     token = tl.gather(ends - num_logits, owners, 0) + depths
-    inside = lanes < most_logits
+    inside = lanes < max_logits
     tl.store(layout.logit_tokens + lanes, tl.where(valid, token, 0), mask=inside)
     tl.store(layout.logit_slots + lanes, tl.where(valid, owners, num_slots - 1), mask=inside)
     tl.store(layout.logit_depths + lanes, tl.where(valid, depths, 0), mask=inside)
 
 
 def make_target_batch(
-    state: SlotState, depths: Tensor, layout: TargetLayout, *, block_size: int, most_token: int
+    state: SlotState, depths: Tensor, layout: TargetLayout, *, block_size: int, max_token: int
 ) -> None:
-    """Fill `layout` for the work in `state.work`. Token ids are clamped to `most_token`.
+    """Fill `layout` for the work in `state.work`. Token ids are clamped to `max_token`.
     `depths` int32 [S] counts the drafts after the known tokens; it is read only in drafting
     steps."""
     slots = len(state.num_tokens)
@@ -161,7 +161,7 @@ def make_target_batch(
     longest = max(len(layout.tokens), len(layout.logit_tokens))
     target_batch_kernel[(triton.cdiv(longest, LANES),)](
         state, depths, layout, slots, state.tokens.shape[1], state.blocks.shape[1],
-        len(layout.tokens), len(layout.logit_tokens), most_token,
+        len(layout.tokens), len(layout.logit_tokens), max_token,
         BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
         num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip

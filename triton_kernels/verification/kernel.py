@@ -1,6 +1,6 @@
-"""Batched verification from logits, without a tensor of probabilities. `rejection_sampler.py` and
-`block_verification.py` in `cbatch/runtime/sampling` define the same on probabilities.
-Greedy, coupled, rejection and block requests with any number of drafts share one batch.
+"""Batched verification from logits, without a tensor of probabilities.
+`cbatch/runtime/sampling/rejection_sampler.py` defines the same on probabilities. Greedy, coupled
+and rejection requests with any number of drafts share one batch.
 
 `decide_kernel` accepts the drafts of a request up to the first rejection. The scan has already
 drawn the next token, except after the rejection of a sampled draft. Then the next token is drawn
@@ -24,8 +24,7 @@ from triton_kernels.sampling import distributions as dist
 from triton_kernels.sampling import launch, order, scan
 from triton_kernels.sampling.inputs import VERIFY, Distributions, LogitsBatch, Proposals
 from triton_kernels.sampling.launch import TILING, CompileOptions, Tiling
-from triton_kernels.verification import block_kernel, residual
-from triton_kernels.verification.block_kernel import joint_ratio
+from triton_kernels.verification import residual
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
 ROWS = 8  # rows of a request that a program handles at a time
@@ -51,15 +50,13 @@ def ratio_accepts(threshold, p):
     do_not_specialize_on_alignment=["certain_ptr"],
 )
 def decide_kernel(
-    batch, starts_ptr, certain_ptr, scanned, dists, q_dists, decision, chances_ptr, ratios_ptr,
-    vocab, stride, num_tiles, num_dense, any_drawn, has_dists, ROWS: tl.constexpr,
-    TILES: tl.constexpr,
+    batch, starts_ptr, certain_ptr, scanned, dists, q_dists, decision, vocab, stride,
+    num_tiles, num_dense, any_drawn, has_dists, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Verify the drafts of a request; `block_kernel` verifies those of mode BLOCK.
+    """Verify the drafts of a request.
 
     `has_dists`: 1 if `find_distributions` has stored the distributions of the rows; if 0, those
-    needed later are stored here. For rows of mode BLOCK this kernel stores the probability of the
-    row's draft, fp32 [N], and the joint ratio before it."""
+    needed later are stored here."""
     request = tl.program_id(0)
     mode = tl.load(batch.requests.modes + request)
     count = tl.load(batch.drafts.counts + request)
@@ -68,7 +65,7 @@ def decide_kernel(
     sampled = by_rejection & (any_drawn != 0) & (tl.load(certain_ptr + request) == 0)
     inverse = order.inverse_of(batch.requests, request)
     seed, position, choice = order.draw_of(batch.noise, request, 0)
-    accepted, next_token, finite, ratio = count, count * 0, count * 0 + 1, inverse * 0.0 + 1.0
+    accepted, next_token, finite = count, count * 0, count * 0 + 1
     for first in range(0, count + 1, ROWS):
         depth = first + tl.arange(0, ROWS)
         has_row, has_draft = depth <= count, depth < count
@@ -98,12 +95,6 @@ def decide_kernel(
         accepted = tl.minimum(accepted, first_rejected)
         next_token += tl.sum(tl.where(has_row & (depth == accepted), token, 0), axis=0)
         finite = tl.minimum(finite, tl.min(row_finite, axis=0))
-        if mode == order.BLOCK_MODE:
-            tl.store(chances_ptr + row, p, mask=has_draft)
-            for i in range(ROWS):
-                tl.store(ratios_ptr + start + first + i, ratio, mask=first + i <= count)
-                weight = ratio * tl.sum(tl.where(depth == first + i, p, 0.0), axis=0)
-                ratio = joint_ratio(weight, tl.sum(tl.where(depth == first + i, q, 0.0), axis=0))
     tl.store(decision.num_accepted + request, accepted)
     tl.store(decision.next_tokens + request, next_token)
     tl.store(decision.finite + request, finite)
@@ -141,15 +132,13 @@ def verify_logits(
     tiling: Tiling = TILING,
     *,
     filtered: bool,
-    blocks: bool,
 ) -> VerifyOutput:
     """Verify the drafts of B requests. Request b has 1 + drafts.counts[b] rows of logits, the first
     of them `starts[b]`, int32 (see `rows_of`).
 
     Without `proposals` all drafts were chosen with certainty (greedy or n-gram drafts: q is
-    one-hot). `filtered` may be False if no sampled request has a filter, and `blocks` if no request
-    of mode BLOCK has drafts. If logits are shaped, forbidden tokens are marked in `batch.logits`.
-    Raises ValueError naming the invalid argument.
+    one-hot). `filtered` may be False if no sampled request has a filter. If logits are shaped,
+    forbidden tokens are marked in `batch.logits`. Raises ValueError naming the invalid argument.
     """
     count, device = len(batch.requests.modes), batch.logits.device
     check_tensor("starts", starts, torch.int32, (count,))
@@ -161,8 +150,7 @@ def verify_logits(
     )
     if not count:
         return decision
-    num_rows = len(batch.logits)
-    dists = Distributions.allocate(num_rows, device)
+    dists = Distributions.allocate(len(batch.logits), device)
     if filtered:
         launch.find_distributions(kernel_args, dists)
     kernel_args |= {
@@ -170,22 +158,12 @@ def verify_logits(
         "dists": dists,
         "q_dists": dists if proposals is None else proposals.dists,
         "decision": decision,
-        **{
-            name: torch.empty(num_rows, dtype=torch.float32, device=device)
-            for name in ("chances_ptr", "ratios_ptr")
-        },
         "has_dists": int(filtered),
         "ROWS": ROWS,
     }
     launch.launch(decide_kernel, (count,), kernel_args, _DECIDE)
     if proposals is not None:
-        kernel_args |= residual.arguments(kernel_args, proposals, count)
-    if blocks:
-        if proposals is not None:
-            residual.compute_masses(kernel_args)
-        block_kernel.verify_blocks(kernel_args, count)
-    if proposals is not None:
-        residual.draw_tokens(kernel_args)
+        kernel_args |= residual.draw_tokens(kernel_args, proposals, count)
         launch.launch(finish_kernel, (count,), kernel_args, _ONE_WARP)
     return decision
 
@@ -211,16 +189,15 @@ def cases() -> list[KernelCase]:
         "decision": VerifyOutput(*["*i32"] * 3),
         "q_dists": launch.DISTRIBUTION_TYPES,
         "keys_ptr": "*i64",
+        "q_listed_ptr": "*fp32",
+        "q_logits_ptr": "*bf16",
     }
-    types |= dict.fromkeys(("chances_ptr", "ratios_ptr", "masses_ptr", "q_listed_ptr"), "*fp32")
-    types |= {"q_logits_ptr": "*bf16"}
     tile = {"PIECES": TILING.pieces, "PIECE": TILING.piece}
     return [
         launch.case_of(name, config, kernel, made, build, **types)
         for name, config, kernel, made, build in (
             ("verify_decide", "requests", decide_kernel, tiles | {"ROWS": ROWS}, _DECIDE),
             ("verify_residual", "tiles", residual.residual_kernel, tile, TILING.residual),
-            ("verify_coins", "blocks", block_kernel.coins_kernel, tiles, _ONE_WARP),
             ("verify_finish", "requests", finish_kernel, tiles, _ONE_WARP),
         )
     ]

@@ -1,16 +1,13 @@
-"""The residual max(0, c p - q): the token that replaces a rejected draft is drawn from it.
+"""The residual max(0, p - q): the token that replaces a rejected draft is drawn from it.
 
-p and q are the probabilities of a token under the target and under the draft. c is 1, or in block
-verification the joint ratio of the earlier drafts.
+p and q are the probabilities of a token under the target and under the draft.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton.language as tl
-from torch import Tensor
 
 from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
@@ -39,24 +36,19 @@ def token_of(key):
 
 
 @jit(
-    do_not_specialize=["num_tiles", "num_dense", "draws"],
+    do_not_specialize=["num_tiles", "num_dense"],
     do_not_specialize_on_alignment=["certain_ptr"],
 )
 def residual_kernel(
     batch, starts_ptr, certain_ptr, scanned, overlay, dists, q_logits_ptr, q_listed_ptr, q_dists,
-    decision, ratios_ptr, masses_ptr, keys_ptr, vocab, stride, q_stride, list_width, logits_step,
-    q_step, num_tiles, num_dense, draws, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    decision, keys_ptr, vocab, stride, q_stride, list_width, logits_step, q_step, num_tiles,
+    num_dense, PIECES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the residual of one tile of a row whose draft was sampled. With `draws` 0, programs
-    are (row of logits, tile) and store the tile's mass, fp32 [N, tiles], for the rows of blocks.
-    With `draws` 1, they are (request, tile) and store the tile's largest key, int64 [B, tiles], for
-    the row of the first rejected draft."""
-    index, tile, by_row = tl.program_id(0), tl.program_id(1), draws == 0
-    request = tl.load(batch.rows.requests + index, mask=by_row, other=index)
-    depth = tl.load(batch.rows.depths + index, mask=by_row, other=0)
-    depth += tl.load(decision.num_accepted + request, mask=draws != 0, other=0)
-    mode = tl.load(batch.requests.modes + request)
-    needed = tl.where(by_row, (mode == order.BLOCK_MODE) & (depth > 0), mode >= order.REJECTION)
+    """Compute the residual of one tile of the row of a request's first rejected draft, if that was
+    sampled. Store the tile's largest key, int64 [B, tiles]."""
+    request, tile = tl.program_id(0), tl.program_id(1)
+    depth = tl.load(decision.num_accepted + request)
+    needed = tl.load(batch.requests.modes + request) >= order.REJECTION
     needed = needed & (depth < tl.load(batch.drafts.counts + request))
     row = tl.load(starts_ptr + request) + depth
     if needed & (tl.load(certain_ptr + request) == 0):
@@ -81,30 +73,24 @@ def residual_kernel(
             )
         top, mass, cut, _, _ = dist.load_dists(dists, row, True)
         p = dist.chance_of(p_logits, ids, top, mass, cut, inverse)
-        if mode == order.BLOCK_MODE:
-            p *= tl.load(ratios_ptr + row)
         top, mass, cut, _, _ = dist.load_dists(q_dists, q_row, True)
         residual = residual_of(p, dist.chance_of(q_logits, ids, top, mass, cut, inverse))
-        if draws == 0:
-            total = tl.sum(tl.sum(residual, axis=1), axis=0)
-            tl.store(masses_ptr + row.to(tl.int64) * num_tiles + tile, total)
+        # If p and q are nearly equal, rounding may leave no residual: p then replaces it.
+        has_residual = tl.max(tl.max(residual, axis=1), axis=0) > 0.0
+        score = tl.where(has_residual, residual, p)
+        seed, position, choice = order.draw_of(batch.noise, request, depth)
+        stream = depth * 0 + RESIDUAL
+        if tile < num_dense:
+            group = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)[None, :]
+            words = noise_device.run_words(seed, group, position, choice, stream, PIECES, PIECE)
         else:
-            # If p and q are nearly equal, rounding may leave no residual: p then replaces it.
-            has_residual = tl.max(tl.max(residual, axis=1), axis=0) > 0.0
-            score = tl.where(has_residual, residual, p)
-            seed, position, choice = order.draw_of(batch.noise, request, depth)
-            stream = depth * 0 + RESIDUAL
-            if tile < num_dense:
-                group = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)[None, :]
-                words = noise_device.run_words(seed, group, position, choice, stream, PIECES, PIECE)
-            else:
-                words = noise_device.words_of(seed, ids, position, choice, stream)
-            score /= noise_device.exponential(words)
-            best = tl.max(tl.max(score, axis=1), axis=0)
-            token = tl.min(tl.min(tl.where(score == best, ids, ALL_IDS), axis=1), axis=0)
-            key = order.key_of(best) * SCORE + (token ^ ALL_IDS)
-            key += tl.where(has_residual, FROM_RESIDUAL, 0)
-            tl.store(keys_ptr + request.to(tl.int64) * num_tiles + tile, key)
+            words = noise_device.words_of(seed, ids, position, choice, stream)
+        score /= noise_device.exponential(words)
+        best = tl.max(tl.max(score, axis=1), axis=0)
+        token = tl.min(tl.min(tl.where(score == best, ids, ALL_IDS), axis=1), axis=0)
+        key = order.key_of(best) * SCORE + (token ^ ALL_IDS)
+        key += tl.where(has_residual, FROM_RESIDUAL, 0)
+        tl.store(keys_ptr + request.to(tl.int64) * num_tiles + tile, key)
 
 
 @jit
@@ -114,32 +100,20 @@ def _load_dense(logits_ptr, inside):
     return x
 
 
-def arguments(
+def draw_tokens(
     kernel_args: dict[str, Any], proposals: Proposals, num_requests: int
 ) -> dict[str, Any]:
-    """Return the arguments that `residual_kernel` adds to those of `kernel.verify_logits`."""
+    """Draw from the residual after the first rejected draft of each request. Return the arguments
+    added to those of `kernel.verify_logits`."""
     winners, listed = kernel_args["scanned"].winners, proposals.listed
-    num_rows, num_tiles = winners.shape
-    return {
+    keys = winners.new_empty((num_requests, winners.shape[1]))
+    added = {
         "q_logits_ptr": proposals.logits,
         "q_listed_ptr": kernel_args["scanned"].tiles if listed is None else listed,
         "q_stride": proposals.logits.stride(0),
         "q_step": 0 if listed is None else listed.stride(0),
-        "masses_ptr": winners.new_empty((num_rows, num_tiles), dtype=torch.float32),
-        "keys_ptr": winners.new_empty((num_requests, num_tiles)),
+        "keys_ptr": keys,
     }
-
-
-def compute_masses(kernel_args: dict[str, Any]) -> None:
-    """Compute the residual masses for block verification."""
-    _launch(kernel_args | {"draws": 0}, kernel_args["masses_ptr"])
-
-
-def draw_tokens(kernel_args: dict[str, Any]) -> None:
-    """Draw from the residual after the first rejected draft of each request."""
-    _launch(kernel_args | {"draws": 1}, kernel_args["keys_ptr"])
-
-
-def _launch(kernel_args: dict[str, Any], out: Tensor) -> None:
-    """Launch a program for each element of `out`."""
-    launch.launch(residual_kernel, tuple(out.shape), kernel_args, kernel_args["tiling"].residual)
+    options = kernel_args["tiling"].residual
+    launch.launch(residual_kernel, tuple(keys.shape), kernel_args | added, options)
+    return added

@@ -10,11 +10,6 @@ Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numb
 
 The generator returns four words; the word of a token has index token_id % 4. A scalar draw (the
 accept test) uses the word of token 0. The noise does not depend on batch row, slot or tile.
-
-With block verification, the last word of the counter of draft and accept noise also contains the
-depth of the draft in its block (`at_depth`). A block uses the noise of all its drafts, rejected
-drafts included. The next block drafts at the rejected positions again, but at other depths.
-Position and depth identify the block, so no two blocks of a sequence share a draw.
 """
 
 from __future__ import annotations
@@ -34,8 +29,6 @@ class Purpose(enum.IntEnum):
     BONUS = 3  # samples the token after accepted drafts, and every token without drafts
     COUPLED = 4  # the stream that draft and target share in coupled mode
 
-
-DEPTH_STEP = 8  # factor of the depth in `at_depth`: more than the number of purposes
 
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
@@ -96,11 +89,6 @@ def _rounds(even: NDArray[np.uint64], odd: U32, key: U32) -> tuple[U32, U32]:
 def split_seed(seed: int) -> tuple[int, int]:
     """Return the low and the high 32 bits of a 64-bit seed."""
     return seed & MASK32, (seed >> 32) & MASK32
-
-
-def at_depth(purpose: int, depth: int) -> int:
-    """Return the last counter word for draft number `depth` of a block, in block verification."""
-    return purpose + DEPTH_STEP * depth
 
 
 def token_words(

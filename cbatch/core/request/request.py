@@ -165,14 +165,13 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         int | None, _sampling("maximum draft length k for these prompts", "N")
     ] = None
     drafter: tuple[str, ...] | None = None  # from `DRAFTERS`, preferred first; None: the engine's
-    # rejection: drafts are accepted one by one. block: all drafts of a step are verified jointly,
-    # and most are accepted. Both keep the output distribution. coupled: the sampled tokens
-    # themselves do not depend on the drafts. auto: coupled with a seed, else rejection.
+    # rejection keeps the output distribution. coupled: the sampled tokens themselves do not depend
+    # on the drafts. auto: coupled with a seed, else rejection.
     verification: Annotated[
-        Literal["auto", "rejection", "block", "coupled"],
+        Literal["auto", "rejection", "coupled"],
         _sampling(
             "of drafts; coupled (auto, with a seed): sampled tokens do not depend on drafts; "
-            "rejection (auto, without a seed); block: accepts the most drafts"
+            "rejection (auto, without a seed): accepts more drafts"
         ),
     ] = "auto"
 
@@ -225,11 +224,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return self.verification == "coupled" or (
             self.verification == "auto" and self.seed is not None
         )
-
-    @property
-    def in_blocks(self) -> bool:
-        """True if drafts are verified jointly, by block verification."""
-        return self.verification == "block"
 
     def wants_prompt(self, choice: int) -> bool:
         """Return whether choice number `choice` reports the log probabilities of the prompt. Only

@@ -92,18 +92,6 @@ class StepPlan(msgspec.Struct, frozen=True):
         return len(self.slots)
 
 
-class ShadowEvidence(msgspec.Struct, frozen=True):
-    """Score that deterministic drafters would have had on the latest tokens of some rows.
-
-    It is a function of emitted tokens, so that a policy may use it to choose k without changing the
-    output distribution.
-    """
-
-    rows: np.ndarray  # int32 [n], rows of the plan, ascending
-    trials: np.ndarray  # int32 [n], tokens for which the row's drafter had a draft
-    hits: np.ndarray  # int32 [n], trials in which its first draft was equal to the token
-
-
 class StepResult(msgspec.Struct, frozen=True):
     """Result of a step, made by the executor.
 
@@ -115,13 +103,10 @@ class StepResult(msgspec.Struct, frozen=True):
 
     `expected_accepted` is the evidence from which acceptance is estimated (see acceptance.py).
     None: `num_accepted`, as it is for greedy and coupled rows. With rejection sampling it is the
-    sum of 1 - TV(p, q) over positions up to and including the first rejection. With block
-    verification it is a sum over the same positions: the probability that one more draft is
-    accepted, given that all earlier drafts are.
+    sum of 1 - TV(p, q) over positions up to and including the first rejection.
 
-    `shadow` scores drafters on tokens that were emitted without drafts. `logprobs` has an entry for
-    each row whose request wants log probabilities of its output or (at earlier positions) of its
-    prompt.
+    `logprobs` has an entry for each row whose request wants log probabilities of its output or (at
+    earlier positions) of its prompt.
     """
 
     step_id: int
@@ -135,5 +120,4 @@ class StepResult(msgspec.Struct, frozen=True):
     target_s: float = 0.0
     draft_kv_lens: np.ndarray | None = None  # int32 [R]
     expected_accepted: np.ndarray | None = None  # float32 [R], finite
-    shadow: ShadowEvidence | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()

@@ -15,11 +15,10 @@ from cbatch.core.prices.step_costs import PLAIN_EVERY
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import FinishReason
-from cbatch.core.scheduler.plan import RowStatus, ShadowEvidence, StepPlan, StepResult
+from cbatch.core.scheduler.plan import RowStatus, StepPlan, StepResult
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable
 from cbatch.core.scheduler.state import SchedulerState
-from cbatch.core.speculation.policy import Shadow
 
 _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
@@ -95,7 +94,6 @@ class CommittedStep:
         self.slots, self.tokens = self.plan.slots, self.result.tokens
         self.num_drafted, self.num_accepted = self.result.num_drafted, self.result.num_accepted
         self.evidence = self.result.expected_accepted
-        self.shadow = None if result.shadow is None else self.live_shadow(result.shadow)
         # Counting bytes is ten times as fast as numpy on an array this short.
         self.has_errors = result.status.tobytes().count(RowStatus.OK) < len(result.status)
         tokens = planned.tokens
@@ -131,12 +129,6 @@ class CommittedStep:
             **_rows(result, columns, live),
         )
         self.rows = self.plan.slots
-
-    def live_shadow(self, evidence: ShadowEvidence) -> Shadow:
-        """Return the evidence by slot, without cancelled slots."""
-        slots = self._planned.plan.slots[evidence.rows]
-        live = ~np.isin(slots, self._planned.cancelled_slots)
-        return Shadow(slots[live], evidence.trials[live], evidence.hits[live])
 
     def num_pairs(self) -> int:
         """Return the (query, key) pairs of the step's attention: each token that a row computed

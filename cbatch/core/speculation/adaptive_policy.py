@@ -79,7 +79,7 @@ class AdaptivePolicy(EstimatingPolicy):
 
     def observe(self, step: DraftedStep) -> None:
         learns_prices = self._learns_prices()
-        if step.total_planned or step.shadow is not None:
+        if step.total_planned:
             self._observe_drafts(step, learns_prices)
         if learns_prices:
             self.costs.observe(step.sample())
@@ -89,14 +89,9 @@ class AdaptivePolicy(EstimatingPolicy):
             accepted, trials = self.estimate[:, step.rows]
             chances = survival(accepted, trials, self.max_depth).T
             self.all_rows.observe_depths(chances, step.num_drafted, step.num_accepted)
-        if step.shadow is not None and not self.drafting:
-            hits, shadow_trials = float(step.shadow.hits.sum()), float(step.shadow.trials.sum())
-            if hits * self.prior[1] > 2 * shadow_trials * self.prior[0]:  # twice the prior's rate
-                self._decide_at = min(self._decide_at, self._steps + SOON_STEPS)
         super().observe(step)
-        if step.total_planned:
-            caught_up = max(step.total_caught_up - len(step.num_drafted), 0)  # beyond one per row
-            self.all_rows.observe_drafter(step.total_planned, step.total_drafted, caught_up)
+        caught_up = max(step.total_caught_up - len(step.num_drafted), 0)  # beyond one per row
+        self.all_rows.observe_drafter(step.total_planned, step.total_drafted, caught_up)
 
     def learn(self, rows: Rows, trials: np.ndarray, accepted: np.ndarray) -> None:
         super().learn(rows, trials, accepted)

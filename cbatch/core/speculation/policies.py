@@ -51,8 +51,6 @@ class EstimatingPolicy(FixedPolicy):
         self.estimate[:, rows] = decayed(decay, self.estimate[:, rows], trials, accepted)
 
     def observe(self, step: DraftedStep) -> None:
-        if step.shadow is not None:
-            self.learn(*step.shadow)
         if step.total_drafted:
             trials = step.num_accepted + (step.num_accepted < step.num_drafted)
             evidence = step.num_accepted if step.evidence is None else step.evidence

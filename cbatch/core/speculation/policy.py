@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -48,14 +48,6 @@ class PlannedRows(Protocol):
         """Tokens that each row may still draft, int32 [rows]."""
 
 
-class Shadow(NamedTuple):
-    """Scores of drafters that did not draft (`plan.ShadowEvidence`), by slot."""
-
-    slots: np.ndarray
-    trials: np.ndarray
-    hits: np.ndarray
-
-
 class DraftedStep(Protocol):
     """A step that has committed. Arrays are int32 [rows]."""
 
@@ -67,7 +59,6 @@ class DraftedStep(Protocol):
     total_drafted: int
     total_caught_up: int  # planned catch-up tokens of the drafter
     has_chunks: bool  # the step had chunks of prompts
-    shadow: Shadow | None
 
     def sample(self) -> StepSample: ...
 

@@ -7,10 +7,10 @@
 
 // Drafts continue an earlier match of the last `shortest` to `longest` tokens: the latest match, or
 // with `by_frequency` the most frequent next tokens. The latter are at most spec_factor * matched
-// tokens, with a probability of at least `least_probability`.
+// tokens, with a probability of at least `min_probability`.
 typedef struct {
     long shortest, longest, by_frequency;
-    double spec_factor, least_probability;
+    double spec_factor, min_probability;
 } lookup;
 
 typedef struct {
@@ -110,7 +110,7 @@ static long guess(search *s, const int64_t *text, long length, long depth, int64
         }
         const follower next = most_frequent(s, text);
         probability *= (double)next.count / s->count;
-        if (probability < of->least_probability) return i;
+        if (probability < of->min_probability) return i;
         drafts[i] = s->recent[matched + i] = next.token;
     }
     return depth;
@@ -122,12 +122,12 @@ static long window_start(long end, long half) {
     return start > 0 ? start * half : 0;
 }
 
-// Allocates memory for requests [rows, width]; column `last` has the end of a request's text.
+// Allocates memory for requests [rows, width].
 static int allocate(search *s, const lookup *of, const int64_t *requests, long rows, long width,
-                    long last, long half) {
+                    long half) {
     long tokens = 0;
     for (const int64_t *row = requests; row < requests + rows * width; row += width) {
-        const long length = row[last] < 2 * half ? row[last] : 2 * half;
+        const long length = row[1] < 2 * half ? row[1] : 2 * half;
         if (length > tokens) tokens = length;
     }
     const long table = 4 * tokens + 4, recent = of->longest + width;
@@ -144,30 +144,10 @@ static int allocate(search *s, const lookup *of, const int64_t *requests, long r
 int look_up(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *requests,
             long rows, long depth) {
     search s;
-    if (allocate(&s, of, requests, rows, 4 + depth, 1, half)) return 1;
+    if (allocate(&s, of, requests, rows, 4 + depth, half)) return 1;
     for (int64_t *row = requests; row < requests + rows * (4 + depth); row += 4 + depth) {
         const long start = window_start(row[1], half);
         row[3] = guess(&s, tokens + row[0] * stride + start, row[1] - start, row[2], row + 4);
-    }
-    free(s.table);
-    return 0;
-}
-
-// Each row of `requests` [rows] has a slot, a first and an end position. Each position's token is
-// drafted from the tokens before it. The row gets the numbers of drafts and of correct drafts.
-int score_drafts(const lookup *of, const int64_t *tokens, long stride, long half, int64_t *requests,
-                 long rows) {
-    search s;
-    if (allocate(&s, of, requests, rows, 5, 2, half)) return 1;
-    for (int64_t *row = requests; row < requests + rows * 5; row += 5) {
-        const int64_t *text = tokens + row[0] * stride;
-        row[3] = row[4] = 0;
-        for (long end = row[1]; end < row[2]; end++) {
-            const long start = window_start(end, half);
-            int64_t draft;
-            if (!guess(&s, text + start, end - start, 1, &draft)) continue;
-            row[3]++, row[4] += draft == text[end];
-        }
     }
     free(s.table);
     return 0;

@@ -20,7 +20,7 @@ class LookupStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_long) for name in ("shortest", "longest", "by_frequency")),
         ("spec_factor", c_double),
-        ("least_probability", c_double),
+        ("min_probability", c_double),
     ]
 
 
@@ -29,10 +29,9 @@ class CompiledLookup:
     only the last `half_window` to 2 `half_window` tokens."""
 
     def __init__(self, kernel: ctypes.CDLL, struct: LookupStruct, half_window: int) -> None:
-        self._struct, self._half = struct, half_window
-        self._look_up, self._score = kernel.look_up, kernel.score_drafts
-        arguments = [POINTER(LookupStruct), c_void_p, c_long, c_long, c_void_p, c_long]
-        self._look_up.argtypes, self._score.argtypes = [*arguments, c_long], arguments
+        self._look_up, self._struct, self._half = kernel.look_up, struct, half_window
+        places = [c_void_p, c_long, c_long, c_void_p, c_long, c_long]
+        self._look_up.argtypes = [POINTER(LookupStruct), *places]
 
     @classmethod
     def of(cls, struct: LookupStruct | None, half_window: int) -> CompiledLookup | None:
@@ -48,26 +47,15 @@ class CompiledLookup:
         depth = int(depths.max(initial=0))
         requests = np.zeros((len(slots), _COLUMNS + depth), dtype=np.int64)
         requests[:, 0], requests[:, 1], requests[:, 2] = slots, known, depths
-        self._call(self._look_up, tokens, requests, depth)
-        return requests[:, _COLUMNS:], requests[:, 3]
-
-    def score(
-        self, tokens: I64, slots: NDArray[np.integer], since: I64, known: I64
-    ) -> tuple[I64, I64]:
-        """Draft each token at positions [since[i], known[i]) of a slot from the tokens before it.
-        Return the numbers of drafts and of correct drafts."""
-        requests = np.empty((len(slots), 5), dtype=np.int64)
-        requests[:, 0], requests[:, 1], requests[:, 2] = slots, since, known
-        self._call(self._score, tokens, requests)
-        return requests[:, 3], requests[:, 4]
-
-    def _call(self, kernel: ctypes._CFuncPtr, tokens: I64, requests: I64, *more: int) -> None:
-        places = (
+        status = self._look_up(
+            self._struct,
             tokens.ctypes.data,
             tokens.shape[1],
             self._half,
             requests.ctypes.data,
             len(requests),
+            depth,
         )
-        if kernel(self._struct, *places, *more):
+        if status:
             raise MemoryError(f"lookups in {len(requests)} rows of {tokens.shape[1]} tokens")
+        return requests[:, _COLUMNS:], requests[:, 3]

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.executor import RowError
-from cbatch.core.scheduler.plan import Deltas, RowStatus, ShadowEvidence, StepPlan, StepResult
+from cbatch.core.scheduler.plan import Deltas, RowStatus, StepPlan, StepResult
 from cbatch.runtime.compiled.threads import sampling_threads
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.verify import RowsToVerify, Verified, verify
@@ -110,7 +109,7 @@ class TorchExecutor:
             draft_s = time.perf_counter() - draft_started
         verified, prompts = self._forward(rows, proposal)
         tokens, counts, kv_lens = self.advance_rows(rows, verified)
-        draft_kv_lens = shadow = None
+        draft_kv_lens = None
         if self.drafter is not None:
             reads = bool(self.drafter.hidden_layers)
             if reads:
@@ -119,7 +118,6 @@ class TorchExecutor:
                 self.drafter.truncate(rows.slots, kv_lens)
             if drafting or reads:
                 draft_kv_lens = self.drafter.kv_lens(plan.slots)
-            shadow = self._score(rows, proposal)
         # Seconds of drafting, and of the rest of the step including bookkeeping.
         durations_s = draft_s, time.perf_counter() - started - draft_s
         result = self._report(plan, rows, proposal, tokens, counts, verified)
@@ -128,7 +126,6 @@ class TorchExecutor:
             draft_s=durations_s[0],
             target_s=durations_s[1],
             draft_kv_lens=None if draft_kv_lens is None else draft_kv_lens.astype(np.int32),
-            shadow=shadow,
             logprobs=(*prompts, *(verified.logprobs if verified is not None else ())),
         )
 
@@ -292,15 +289,6 @@ class TorchExecutor:
             # Skip rejected positions. By NumPy: see `EagleDrafter._ingest_waiting`.
             hidden = torch.from_numpy(hidden.numpy()[iota(count) + skipped.repeat(lens)])
         self.drafter.read_states(StepStates(rows.slots, rows.start, lens, hidden))
-
-    def _score(self, rows: _Rows, proposal: Proposal | None) -> ShadowEvidence | None:
-        """Score the drafters on tokens that rows emitted without drafts."""
-        assert self.drafter is not None
-        drafted = None if proposal is None else proposal.num_drafted
-        shadow = self.drafter.score(rows.slots, drafted) if len(rows.slots) else None
-        if shadow is None:
-            return None
-        return structs.replace(shadow, rows=rows.plan_rows[shadow.rows].astype(np.int32))
 
     def _report(
         self,

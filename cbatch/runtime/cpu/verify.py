@@ -1,6 +1,5 @@
 """Verification of a step's drafts. Greedy rows compare drafts with the target's best token, coupled
-rows with the token that the target draws. Other sampled rows use rejection sampling, token by token
-or by blocks.
+rows with the token that the target draws. Other sampled rows use rejection sampling.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from cbatch.core.scheduler.plan import RowStatus
 from cbatch.runtime.cpu.greedy import greedy_tokens
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
-from cbatch.runtime.sampling.block_verification import block_verify
 from cbatch.runtime.sampling.filters import filtered_logits, filtered_probs
 from cbatch.runtime.sampling.logprobs import LogprobRequest, describe
 from cbatch.runtime.sampling.rejection_sampler import (
@@ -83,12 +81,11 @@ def verify(logits: Tensor, rows: RowsToVerify, table: InputBatch) -> Verified:
         tokens, num_accepted = ids[:, None], np.zeros(len(ids), dtype=np.int64)
     else:
         tokens, num_accepted = _match(ids, starts, rows.num_drafted, rows.drafts)
-    expected: list[tuple[I64, NDArray[np.float32]]] = []
+    expected: tuple[I64, NDArray[np.float32]] | None = None
     greedy = table.greedy[rows.slots]
     if not greedy.all():
         for verify_rows, mode in (
-            (verify_tokens, table.rejects & ~table.in_blocks),
-            (verify_blocks, table.in_blocks),
+            (_verify_by_rejection, table.rejects),
             (_verify_coupled, table.coupled),
         ):
             at = np.flatnonzero(mode[rows.slots])
@@ -101,7 +98,7 @@ def verify(logits: Tensor, rows: RowsToVerify, table: InputBatch) -> Verified:
             tokens[at, accepted] = last
             num_accepted[at] = accepted
             if chances is not None:
-                expected.append((at, chances))
+                expected = at, chances
     status = _STATUS_BY_FINITE.take(finite)
     for row, depth in dead_ends.items():
         if finite[row] and num_accepted[row] >= depth:
@@ -110,20 +107,13 @@ def verify(logits: Tensor, rows: RowsToVerify, table: InputBatch) -> Verified:
     for logprob_row in logprob_rows:
         if status[logprob_row.row] == _OK:
             logprobs.append(_describe(logprob_row, logits, rows, tokens, num_accepted, table))
-    evidence = _evidence(num_accepted, expected, status) if expected else None
-    return Verified(tokens, num_accepted, status, logprobs, evidence)
-
-
-def _evidence(
-    num_accepted: I64, expected: list[tuple[I64, NDArray[np.float32]]], status: NDArray[np.uint8]
-) -> NDArray[np.float32]:
-    """Return each row's expected number of accepted drafts if known, else the number accepted; 0
-    for rows that failed."""
-    evidence = num_accepted.astype(np.float32)
-    for at, chances in expected:
+    evidence = None
+    if expected is not None:
+        at, chances = expected
+        evidence = num_accepted.astype(np.float32)
         evidence[at] = chances
-    evidence[status != _OK] = 0
-    return evidence
+        evidence[status != _OK] = 0
+    return Verified(tokens, num_accepted, status, logprobs, evidence)
 
 
 class _LogprobRow(NamedTuple):
@@ -196,7 +186,8 @@ class _Sampled(NamedTuple):
 def _sampled(
     logits: Tensor, rows: RowsToVerify, at: I64, starts: I64, lens: I64, table: InputBatch
 ) -> _Sampled:
-    """Return the rows `at`, with the distributions that their sampling parameters give."""
+    """Return the rows `at`, which share a mode, with the distributions that their sampling
+    parameters give."""
     lens = lens[at]
     ends = lens.cumsum()
     total = int(ends[-1])
@@ -211,21 +202,10 @@ def _sampled(
     return _Sampled(
         filtered_probs(logits, table.filters(slots.repeat(lens))),
         torch.from_numpy(draft_tokens),
-        drafted_probs(rows, at, table),
+        None if table.coupled[slots[0]] else rows.probs,
         torch.from_numpy(lens - 1),
         table.noise_rows(slots, rows.known[at]),
     )
-
-
-def drafted_probs(rows: RowsToVerify, at: I64, table: InputBatch) -> Tensor | None:
-    """Return the draft probabilities of the rows `at`, which share one mode of verification."""
-    if rows.probs is None or table.coupled[rows.slots[at[0]]]:
-        return None
-    rejects = np.flatnonzero(table.rejects[rows.slots])
-    if len(rejects) == len(at):
-        return rows.probs
-    needed = np.isin(rejects, at).repeat(rows.num_drafted[rejects])
-    return rows.probs[torch.from_numpy(needed)]
 
 
 # The number of accepted drafts of each row, the next token, and the expected number of accepted
@@ -239,15 +219,9 @@ def _verify_coupled(sampled: _Sampled) -> _Outcome:
     return accepted.numpy(), following.numpy(), None
 
 
-def verify_tokens(sampled: _Sampled) -> _Outcome:
+def _verify_by_rejection(sampled: _Sampled) -> _Outcome:
     accepted, following = rejection_verify(*sampled)
     expected = None
     if len(sampled.draft_tokens):
         expected = expected_accepted(*sampled[:4], accepted).numpy()
     return accepted.numpy(), following.numpy(), expected
-
-
-def verify_blocks(sampled: _Sampled) -> _Outcome:
-    accepted, following, expected = block_verify(*sampled)
-    drafted = len(sampled.draft_tokens) > 0
-    return accepted.numpy(), following.numpy(), expected.numpy() if drafted else None

@@ -11,30 +11,24 @@ from torch import Tensor
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL
-from cbatch.core.scheduler.plan import NewSequence, ShadowEvidence
+from cbatch.core.scheduler.plan import NewSequence
 from cbatch.runtime.drafting.contract import Drafter, DraftRows, ModelDrafter, Proposal, StepStates
-from cbatch.runtime.drafting.lookup import Evidence, LookupDrafter
-from cbatch.runtime.drafting.turns import Turns
+from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
 # Maximum tokens by which a row's draft model KV catches up in one step, after other drafters
 # drafted for the row. A row that lags more catches up in several steps, then drafts.
 CATCH_UP_TOKENS = 256
-# Number of tokens, emitted without drafts, on which a row's lookup is scored. While its score is
-# low, the pause before the next score doubles, to at most 48 tokens.
-SCORE_TOKENS, MAX_SCORE_TOKENS = 12, 48
-SCORE_STEPS = 4  # steps between scores, because the policy takes time to process a score
+Chain = tuple[str, ...]
 
 
 class ChainDrafter(Drafter):
     """Drafts with named drafters. A request names its chain (`SamplingParams.drafter`), or gets
     `default`.
 
-    A row is offered to the drafters of its chain, in order, until one of them drafts. Each drafter
-    is called once for all its rows. `Turns` learns which drafter each slot tries first.
-    `model_price` is the cost of a draft model pass relative to the cost of a target pass. Names
-    that are not loaded are skipped; callers that accept requests should `check` the names first.
+    A row is offered to the drafters of its chain, in order, until one of them drafts. Names that
+    are not loaded are skipped; callers that accept requests should `check` the names first.
 
     While a lookup drafts for a slot, the draft model's KV lags; `kv_lens` reports how much. The
     scheduler plans no catch-up for slots that try a lookup first, since most of it would be wasted.
@@ -46,10 +40,8 @@ class ChainDrafter(Drafter):
         *,
         model: ModelDrafter | None = None,
         lookups: Mapping[str, LookupDrafter],
-        default: tuple[str, ...],
-        model_price: float = 0.0,
+        default: Chain,
     ) -> None:
-        self._model_price = model_price
         self.model, self.lookups, self.default = model, dict(lookups), default
         self._drafters: dict[str, Drafter] = {**self.lookups}
         if model is not None:
@@ -57,7 +49,7 @@ class ChainDrafter(Drafter):
             self.hidden_layers = model.hidden_layers
         self.check(default)
 
-    def check(self, names: tuple[str, ...]) -> None:
+    def check(self, names: Chain) -> None:
         """Raise FieldError for a name that is not loaded."""
         for name in names:
             if name not in self._drafters:
@@ -76,20 +68,11 @@ class ChainDrafter(Drafter):
         self._forget()
 
     def _forget(self) -> None:
-        slots = self.table.max_num_seqs
-        self._mixed = np.zeros(slots, dtype=np.bool_)  # the chain has drafters other than the model
-        self._num_mixed = 0
-        self._scored = np.zeros(slots, dtype=np.bool_)  # the chain has a lookup, and may draft
-        self._num_scored = 0
-        self._since = np.zeros(slots, dtype=np.int64)  # number of tokens at the last draft or score
-        self._pause = np.zeros(slots, dtype=np.int64)  # tokens from `_since` to the next score
-        self._steps = 0
-        self._turns = Turns(
-            self.table,
-            self.lookups,
-            with_model=self.model is not None,
-            model_price=self._model_price,
-        )
+        self._chains: dict[int, Chain] = {}  # by slot
+        # For each drafter its turn in each slot, or -1, see `_turns_of`.
+        shape = len(self._drafters), self.table.max_num_seqs
+        self._turns = dict(zip(self._drafters, np.full(shape, -1), strict=True))
+        self._live: set[Chain] = set()
 
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         for drafter in self._drafters.values():
@@ -104,44 +87,43 @@ class ChainDrafter(Drafter):
             drafter.admit(admission)
         chain = admission.params.drafter
         names = self.default if chain is None else chain
-        names, slot = tuple(name for name in names if name in self._drafters), admission.slot
-        self._mixed[slot] = names != (MODEL,)
-        if admission.params.max_lookahead == 0:
-            names = names[:1]  # nothing to learn without drafts
-        looks_up = any(name in self.lookups for name in names)
-        self._scored[slot] = looks_up and admission.params.max_lookahead != 0
-        self._since[slot], self._pause[slot] = len(admission.tokens), SCORE_TOKENS
-        self._turns.admit(admission, names)
-        self._count()
+        self._set_chain(admission.slot, tuple(name for name in names if name in self._drafters))
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters.values():
             drafter.release(slot)
-        self._mixed[slot] = self._scored[slot] = False
-        self._turns.release(slot)
-        self._count()
+        self._set_chain(slot, None)
 
-    def _count(self) -> None:
-        self._num_mixed, self._num_scored = map(np.count_nonzero, (self._mixed, self._scored))
+    def _set_chain(self, slot: int, chain: Chain | None) -> None:
+        for turns in self._turns.values():
+            turns[slot] = -1
+        self._chains.pop(slot, None)
+        if chain is not None:
+            self._chains[slot] = chain
+            for turn, name in self._turns_of(chain):
+                self._turns[name][slot] = turn
+        self._live = set(self._chains.values())
+
+    def _turns_of(self, chain: Chain) -> list[tuple[int, str]]:
+        """Return the turns of a chain's drafters. A step calls the drafters turn by turn. The draft
+        model has the middle turn in every chain, so it is called once for all slots."""
+        middle = len(self.lookups)
+        place = chain.index(MODEL) if MODEL in chain else middle
+        return [(i + (middle - place) * (i >= place), name) for i, name in enumerate(chain)]
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         for drafter in self._drafters.values():
             drafter.truncate(slots, kv_len_tokens)
 
-    def observe(self, slots: NDArray[np.integer], since: I64) -> Evidence:
-        """Score each slot's first drafter as `LookupDrafter.observe` does. A slot whose
-        first drafter is the model has no trials."""
-        trials, hits = np.zeros((2, len(slots)), dtype=np.int64)
-        for name, lookup in self.lookups.items():
-            at = np.flatnonzero(self._turns.has_turn(0, name, slots))
-            if len(at):
-                trials[at], hits[at] = lookup.observe(slots[at], since[at])
-        return Evidence(trials, hits)
+    @property
+    def _model_alone(self) -> bool:
+        """True if no slot uses a lookup."""
+        return self._live <= {(MODEL,)}
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         if self.model is None:
             return None
-        return self.model.kv_len[slots] if self._num_mixed else self.model.kv_lens(slots)
+        return self.model.kv_lens(slots) if self._model_alone else self.model.kv_len[slots]
 
     def read_states(self, states: StepStates) -> None:
         assert self.model is not None, "lookups do not read states"
@@ -149,64 +131,20 @@ class ChainDrafter(Drafter):
 
     def is_mixed(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return whether the chains of `slots` have drafters other than the model, bool."""
-        return self._mixed[slots]
-
-    def recall(
-        self,
-        slots: NDArray[np.integer],
-        num_tokens: I64,
-        drafting: NDArray[np.integer],
-        num_drafts: I64,
-        owners: Mapping[str, NDArray[np.integer]],
-    ) -> None:
-        """Restore the state of a step before `score`, if a later step has already proposed drafts.
-
-        `slots` had `num_tokens` known tokens. `num_drafts` drafts were requested for the slots
-        `drafting`, and `owners` has the slots that each drafter drafted for."""
-        self._turns.begin(slots, num_tokens, np.zeros_like(num_tokens))
-        self._turns.set_requested(drafting, num_drafts)
-        for name, drafted in owners.items():
-            self._turns.credit(name, drafted)
-
-    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
-        """Score a few rows every `SCORE_STEPS` steps, enough that no row waits long for a score."""
-        if self._num_mixed:
-            self._turns.learn(slots, num_drafted)
-        if not self._num_scored:
-            return None
-        if num_drafted is not None and num_drafted.any():
-            drafted = slots[num_drafted > 0]
-            self._since[drafted] = self.table.num_tokens[drafted]
-        self._steps += 1
-        if self._steps % SCORE_STEPS:
-            return None
-        known = self.table.num_tokens[slots]
-        due = (known - self._since[slots] >= self._pause[slots]) & self._scored[slots]
-        due &= self._turns.has_lookup_first(slots)
-        rows = due.nonzero()[0][: 1 + SCORE_STEPS * len(slots) // SCORE_TOKENS]
-        if not len(rows):
-            return None
-        slots, known = slots[rows], known[rows]
-        evidence = self.observe(slots, known - SCORE_TOKENS)
-        self._since[slots] = known
-        longer = np.minimum(2 * self._pause[slots], MAX_SCORE_TOKENS)
-        self._pause[slots] = np.where(3 * evidence.hits < SCORE_TOKENS, longer, SCORE_TOKENS)
-        return ShadowEvidence(*(part.astype(np.int32) for part in (rows, *evidence)))
+        return np.array([self._chains.get(slot, ()) != (MODEL,) for slot in slots.tolist()])
 
     def propose(self, rows: DraftRows) -> Proposal:
-        if self.model is not None and not self._num_mixed:
+        if self.model is not None and self._model_alone:
             return self.model.propose(rows)
-        order = self._turns.order
-        if len(order) == 1:
-            turn, name = order[0]
-            if name in self.lookups and self._turns.has_turn(turn, name, rows.slots).all():
-                return self.lookups[name].propose(rows)
-        self._turns.begin(*rows[:3])
+        if len(self._live) == 1:
+            (chain,) = self._live
+            if len(chain) == 1 and chain[0] in self.lookups:
+                return self.lookups[chain[0]].propose(rows)
         merger = ProposalMerger(self.table, rows)
         waiting = rows.num_drafts > 0
         self._ingest_slices(rows)
-        for turn, name in order:
-            at = np.flatnonzero(self._turns.has_turn(turn, name, rows.slots) & waiting)
+        for turn, name in sorted({each for chain in self._live for each in self._turns_of(chain)}):
+            at = np.flatnonzero((self._turns[name][rows.slots] == turn) & waiting)
             if not len(at):
                 continue
             part, drafter = DraftRows(*(field[at] for field in rows)), self._drafters[name]
@@ -216,7 +154,6 @@ class ChainDrafter(Drafter):
                     continue
             proposal = drafter.propose(part)
             merger.add(at, proposal)
-            self._turns.credit(name, part.slots[proposal.num_drafted > 0])
             waiting[at] &= (proposal.num_drafted == 0) & ~proposal.non_finite
         return merger.merged()
 
@@ -224,7 +161,7 @@ class ChainDrafter(Drafter):
         """Compute catch-up slices of the model for rows that do not draft yet."""
         if self.model is None:
             return
-        at = np.flatnonzero((rows.num_drafts == 0) & self._turns.in_chain(MODEL, rows.slots))
+        at = np.flatnonzero((rows.num_drafts == 0) & (self._turns[MODEL][rows.slots] >= 0))
         if len(at):
             self.model.propose(DraftRows(*(field[at] for field in rows)))
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.core.scheduler.plan import NewSequence, ShadowEvidence
+from cbatch.core.scheduler.plan import NewSequence
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
@@ -54,8 +54,8 @@ class StepStates(NamedTuple):
 
 class Drafter:
     """The interface of a drafter. The executor calls, in the order of a step: `admit` and
-    `release`, `propose`, and after the target's pass `read_states`, `truncate` and `score`. The
-    default methods suit a drafter without state."""
+    `release`, `propose`, and after the target's pass `read_states` and `truncate`. The default
+    methods suit a drafter without state."""
 
     # The target's layers whose hidden states the drafter reads (see `Model.keep_hidden`).
     hidden_layers: tuple[int, ...] = ()
@@ -92,12 +92,6 @@ class Drafter:
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         """Return the numbers of valid positions in the drafter's KV; None: they follow from the
         plan and the numbers of drafts."""
-        return None
-
-    def score(self, slots: NDArray[np.integer], num_drafted: I64 | None) -> ShadowEvidence | None:
-        """Score drafters on tokens that rows emitted without drafts, after a step in which `slots`
-        had `num_drafted` drafts (None: no drafts). Rows of the result are indices into `slots`. A
-        drafter may score only some rows, in some steps."""
         return None
 
 

@@ -3,21 +3,16 @@
 `LookupDrafter` keeps no state. It reads the *verified* tokens of a sequence when it drafts. So a
 slot that never speculates costs nothing, prompts are not indexed, and rejected drafts or
 preemptions need no undo. Reading the tokens costs little compared with attention over them.
-
-A lookup is deterministic, so `observe` can score it later: it compares tokens emitted without
-drafts with what the lookup would have drafted.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.runtime.compiled.lookup import CompiledLookup, LookupStruct
 from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal
-from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.model.arrays import I64
 
 # The longest text that a lookup reads, in tokens before the draft. It reads at least half of this.
 # The limit bounds the cost of a draft.
@@ -32,13 +27,6 @@ class Lookup:
     def guess(self, text: I64, depth: int) -> list[int]:
         """Return at most `depth` >= 1 tokens. A smaller depth gives a prefix of the same guess."""
         raise NotImplementedError
-
-
-class Evidence(NamedTuple):
-    """The score that a drafter would have had on tokens emitted without drafts, by row."""
-
-    trials: I64  # [R] emitted tokens before which it would have drafted
-    hits: I64  # [R] trials whose first draft would have been right
 
 
 def followers(text: I64, context: I64) -> tuple[I64, int]:
@@ -80,42 +68,6 @@ class LookupDrafter(Drafter):
                 drafts = tokens[i, : num_drafted[i]].tolist()
                 num_drafted[i] = processors.num_allowed(slot, drafts)
         return Proposal(tokens, num_drafted, None, np.zeros(len(tokens), dtype=np.bool_))
-
-    def observe(self, slots: NDArray[np.integer], since: I64) -> Evidence:
-        """Score the known tokens of `slots` from position `since[i]` on: compare each with the
-        first draft that the lookup would have made. The score depends on emitted tokens only, so
-        lookahead may depend on it without changing the distribution of the output.
-
-        Call it after a step, for rows without drafts since position `since[i]`.
-        """
-        known = self.table.num_tokens[slots]
-        if self.compiled is not None:
-            return Evidence(*self.compiled.score(self.table.tokens, slots, since, known))
-        evidence = Evidence(*np.zeros((2, len(slots)), dtype=np.int64))
-        for i, slot in enumerate(slots.tolist()):
-            for end in range(since[i], known[i]):
-                guess = self._guess(slot, end, 1)
-                evidence.trials[i] += bool(guess)
-                evidence.hits[i] += guess == [self.table.tokens[slot, end]]
-        return evidence
-
-    def replay(
-        self, slots: NDArray[np.integer], since: I64, depths: I64
-    ) -> tuple[NDArray[np.bool_], I64]:
-        """Draft `depths[i]` tokens as if only the first `since[i]` tokens of a slot were known.
-
-        Return whether any drafts were made, and the number that would have been accepted. The slot
-        must have `depths[i]` known tokens after `since[i]`. Both depend on emitted tokens only."""
-        if self.compiled is not None:
-            tokens, num_drafted = self.compiled.look_up(self.table.tokens, slots, since, depths)
-        else:
-            tokens, num_drafted = self._look_up(DraftRows(slots, since, depths, depths))
-        depth = iota(tokens.shape[1])
-        positions = np.minimum(since[:, None] + depth, self.table.tokens.shape[1] - 1)
-        emitted = self.table.tokens[slots[:, None], positions]
-        matches = (tokens == emitted) & (depth < num_drafted[:, None])
-        hits: I64 = np.logical_and.accumulate(matches, axis=1).sum(axis=1)
-        return num_drafted > 0, hits
 
     def _look_up(self, rows: DraftRows) -> tuple[I64, I64]:
         depths = rows.num_drafts.tolist()

@@ -21,5 +21,4 @@ def chain_drafter(config: SchedulerConfig, model: ModelDrafter | None) -> ChainD
         model=model,
         lookups={name: LookupDrafter(lookup) for name, lookup in all_lookups().items()},
         default=config.default_chain,
-        model_price=config.catch_up_price,
     )

@@ -23,7 +23,7 @@ class SuffixLookup(Lookup):
     occurrence. Each draft is the c of the largest N(w, c) (the latest of equals), and extends the
     context. A context without an earlier occurrence is cut from the left until it has one. The
     number of drafts is at most `spec_factor` times the number of matched tokens, and the product of
-    the drafts' frequencies N(w, c) / N(w) is at least `least_probability`.
+    the drafts' frequencies N(w, c) / N(w) is at least `min_probability`.
 
     The default factor of 2 was measured on outputs of the demo target (T = 0 and 0.8, k = 4 and 8).
     It gave 1 to 5 % more tokens a step than the paper's factor 1, at equal acceptance (within
@@ -35,22 +35,22 @@ class SuffixLookup(Lookup):
         shortest_tokens: int = 2,
         longest_tokens: int = 24,
         spec_factor: float = 2.0,
-        least_probability: float = 0.1,
+        min_probability: float = 0.1,
     ) -> None:
         for field, ok, value in (
             ("shortest_tokens", 1 <= shortest_tokens <= longest_tokens, shortest_tokens),
             ("spec_factor", spec_factor > 0, spec_factor),
-            ("least_probability", 0 <= least_probability <= 1, least_probability),
+            ("min_probability", 0 <= min_probability <= 1, min_probability),
         ):
             if not ok:
                 raise ValueError(
                     f"{field}: {value} is not allowed; use 1 <= shortest_tokens <= longest_tokens, "
-                    "spec_factor > 0 and least_probability in [0, 1]"
+                    "spec_factor > 0 and min_probability in [0, 1]"
                 )
         self._shortest, self._longest = shortest_tokens, longest_tokens
-        self._spec_factor, self._least_probability = spec_factor, least_probability
+        self._spec_factor, self._min_probability = spec_factor, min_probability
         self.struct = LookupStruct(
-            shortest_tokens, longest_tokens, True, spec_factor, least_probability
+            shortest_tokens, longest_tokens, True, spec_factor, min_probability
         )
 
     def guess(self, text: I64, depth: int) -> list[int]:
@@ -66,7 +66,7 @@ class SuffixLookup(Lookup):
                 positions, size = followers(text, context)
             token, count = _likeliest(text[positions])
             probability *= count / len(positions)
-            if probability < self._least_probability:
+            if probability < self._min_probability:
                 break
             drafts.append(token)
         return drafts

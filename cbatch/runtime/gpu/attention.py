@@ -28,8 +28,8 @@ from triton_kernels.attention.cases import INVARIANT_ROWS, SPLIT_TOKENS
 from triton_kernels.attention.table import arch_of, tile_for
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
-_MOST_BLOCK_TOKENS = 8  # query tokens that a tile is chosen to fit; longer queries take several
-LEAST_PART_TOKENS = 64  # least keys of a part, if a context is split into balanced parts
+_MAX_BLOCK_TOKENS = 8  # query tokens that a tile is chosen to fit; longer queries take several
+MIN_SPLIT_KEYS = 64  # least keys of a part, if a context is split into balanced parts
 
 
 class Tuning(NamedTuple):
@@ -38,7 +38,7 @@ class Tuning(NamedTuple):
 
     tile: Tile
     num_programs: int  # launched programs: those that fit on the device at a time
-    most_partials: int  # most partial results (block of queries, part of keys) in memory at a time
+    max_partials: int  # most partial results (block of queries, part of keys) in memory at a time
     split_tokens: int = SPLIT_TOKENS
     balanced: bool = False  # size parts by the step's load; False: batch-invariant attention
     longer: Tuning | None = None
@@ -68,7 +68,7 @@ class Tuning(NamedTuple):
         else:
             find = partial(tile_for, heads, dtype, page_tokens, kv_dtype=kv_dtype)
             arch = arch_of(device)
-            few = heads.group * min(query_tokens, _MOST_BLOCK_TOKENS)
+            few = heads.group * min(query_tokens, _MAX_BLOCK_TOKENS)
             few = few if numerics == "fast" else INVARIANT_ROWS
             try:
                 tiles = [find(arch=arch, rows=min(few, INVARIANT_ROWS)), find(arch=arch)]
@@ -83,14 +83,14 @@ class Tuning(NamedTuple):
         for tile in dict.fromkeys(reversed(tiles)):
             programs = tile.programs * processors
             partials = balanced_partials(programs, heads)
-            split_tokens = max(LEAST_PART_TOKENS, tile.keys)
+            split_tokens = max(MIN_SPLIT_KEYS, tile.keys)
             chosen = cls(tile, programs, partials, split_tokens, True, chosen, query_tokens)
         assert chosen is not None
         return chosen
 
     def partial_bytes(self, heads: Heads) -> int:
         """Return the bytes of memory for partial results."""
-        own = self.most_partials * heads.kv_heads * self.tile.rows * (heads.head_dim + 2) * 4
+        own = self.max_partials * heads.kv_heads * self.tile.rows * (heads.head_dim + 2) * 4
         return own + (self.longer.partial_bytes(heads) if self.longer is not None else 0)
 
     def work_lists(
@@ -98,26 +98,26 @@ class Tuning(NamedTuple):
         heads: Heads,
         device: torch.device,
         *,
-        most_tokens: int,
-        most_sequences: int,
+        max_tokens: int,
+        max_sequences: int,
         windows: Iterable[int | None] = (None,),
     ) -> dict[int | None, list[tuple[WorkList, int]]]:
         """Return the work lists of short and of long queries, with program counts, by window."""
-        short = most_tokens
+        short = max_tokens
         if self.longer is not None:
             short = max(block_tokens(heads, self.tile), self.query_tokens)
         by_window: dict[int | None, list[tuple[WorkList, int]]] = {w: [] for w in windows}
-        for tuning, queries in ((self, (1, short)), (self.longer, (short + 1, most_tokens))):
+        for tuning, queries in ((self, (1, short)), (self.longer, (short + 1, max_tokens))):
             if tuning is None:
                 continue
-            partials = Partials.allocate(tuning.most_partials, heads, tuning.tile, device)
+            partials = Partials.allocate(tuning.max_partials, heads, tuning.tile, device)
             for window, works in by_window.items():
                 work = WorkList.allocate(
                     partials,
                     heads,
                     tuning.tile,
-                    most_tokens=most_tokens,
-                    most_sequences=most_sequences,
+                    max_tokens=max_tokens,
+                    max_sequences=max_sequences,
                     split_tokens=tuning.split_tokens,
                     balanced=tuning.num_programs if tuning.balanced else None,
                     queries=queries,
@@ -128,7 +128,7 @@ class Tuning(NamedTuple):
 
 
 class PagedAttention:
-    """Attention for passes of up to `most_tokens` tokens.
+    """Attention for passes of up to `max_tokens` tokens.
 
     `tables` int32 [S, n]: the block table of each slot. `scales`: for each layer, the divisors of K
     and V in the cache; None: 1. No query sees positions before `first_key`. Queries of more than
@@ -139,7 +139,7 @@ class PagedAttention:
         config: ModelConfig,
         kv: KVCache,
         tables: Tensor,
-        most_tokens: int,
+        max_tokens: int,
         tuning: Tuning,
         scales: Sequence[tuple[float, float]] | None = None,
         first_key: int = 0,
@@ -150,8 +150,8 @@ class PagedAttention:
         self._work = tuning.work_lists(
             heads_of(config),
             tables.device,
-            most_tokens=most_tokens,
-            most_sequences=len(tables),
+            max_tokens=max_tokens,
+            max_sequences=len(tables),
             windows=dict.fromkeys(config.sliding_window),
         )
         works = next(iter(self._work.values()))

@@ -16,7 +16,7 @@ from cbatch.runtime.rank_group import RankGroup
 if TYPE_CHECKING:
     from cbatch.runtime.gpu.loaded import GpuModels
 
-_LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bf16 and asynchronous copies to shared memory
+_MIN_CAPABILITY = (8, 0)  # Ampere, the first with bf16 and asynchronous copies to shared memory
 _UNTESTED = "was never tested on one; --device cuda uses it"
 _logger = logging.getLogger("cbatch")
 
@@ -70,7 +70,7 @@ class GpuBackend:
         pass
 
     def load(self, request: LoadRequest, ranks: RankGroup | None = None) -> GpuModels:
-        from cbatch.runtime.gpu.loading import load_models
+        from cbatch.runtime.gpu.loaded import load_models
 
         return load_models(request)
 
@@ -85,8 +85,8 @@ def _problem() -> str | None:
         capability = torch.cuda.get_device_capability()
     except RuntimeError as error:
         return f"it does not respond: {error}"
-    if capability < _LEAST_CAPABILITY:
+    if capability < _MIN_CAPABILITY:
         return "its compute capability is {}.{}; kernels need {}.{}".format(
-            *capability, *_LEAST_CAPABILITY
+            *capability, *_MIN_CAPABILITY
         )
     return None

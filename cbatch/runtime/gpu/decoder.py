@@ -149,8 +149,8 @@ class Hidden(NamedTuple):
     last: Tensor  # [T, hidden], output of the last MLP
 
     @classmethod
-    def allocate(cls, most_tokens: int, decoder: Any) -> Hidden:
-        shape, device = (most_tokens, decoder.config.hidden_size), decoder.device
+    def allocate(cls, max_tokens: int, decoder: Any) -> Hidden:
+        shape, device = (max_tokens, decoder.config.hidden_size), decoder.device
         return cls(
             torch.zeros(shape, device=device),
             torch.zeros(shape, dtype=decoder.dtype, device=device),
@@ -221,9 +221,9 @@ class Decoder:
         width = 4 * c.hidden_size + projected + 3 * c.intermediate_size
         return tokens * width * self.dtype.itemsize
 
-    def cos_sin(self, most_tokens: int) -> Tensor:
-        """Return the rotary table of positions below `most_tokens`, for `kv_write`."""
-        return self._rotary.cos_sin(most_tokens)
+    def cos_sin(self, max_tokens: int) -> Tensor:
+        """Return the rotary table of positions below `max_tokens`, for `kv_write`."""
+        return self._rotary.cos_sin(max_tokens)
 
     @property
     def final_norm(self) -> Tensor:

@@ -1,25 +1,72 @@
-"""A step's work on the device: memory, passes, and the kernels between them."""
+"""A step's work on the device: memory, passes, token masks, and the kernels between them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from cbatch.runtime.gpu.attention import Tuning
-from cbatch.runtime.gpu.buckets import bucket
+from cbatch.core.scheduler.plan import StepPlan
+from cbatch.runtime.gpu.attention import PagedAttention, Tuning
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import Device, device_for
-from cbatch.runtime.gpu.head_pass import HeadPasses
-from cbatch.runtime.gpu.masking import Masking
-from cbatch.runtime.gpu.memory import Draft, StepLimits
-from cbatch.runtime.gpu.passes import PassBuilder
-from cbatch.runtime.gpu.pending import HostBuffers
-from cbatch.runtime.gpu.slot_update import SlotUpdate
-from cbatch.runtime.gpu.slots import Bounds
-from cbatch.runtime.gpu.target_pass import SamplingFeatures
+from cbatch.runtime.gpu.device import Device, QueueEvent, bucket, device_for
+from cbatch.runtime.gpu.draft_pass import (
+    DeviceStates,
+    DraftPasses,
+    EaglePasses,
+    HeadPasses,
+    MedusaPasses,
+)
+from cbatch.runtime.gpu.heads import FIRST_KEY, GpuEagleHead, GpuHead, GpuMedusaHead
+from cbatch.runtime.gpu.host_drafts import DraftPlan
+from cbatch.runtime.gpu.known_tokens import I32, KnownTokens
+from cbatch.runtime.gpu.memory import Draft, StepLimits, kv_scales
+from cbatch.runtime.gpu.slots import Bounds, SlotUpdate
+from cbatch.runtime.gpu.target_pass import SamplingFeatures, TargetPass
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.model.arrays import I64, iota
+from triton_kernels.sampling.mask import mask_logits, words_of
 from triton_kernels.slots.draft_batch import DraftLayout
 from triton_kernels.slots.guesses import take_guesses
 from triton_kernels.slots.state import Arena, SlotState, apply
+
+
+class HostBuffers:
+    """Pinned host memory of one pending step. Each pending step has its own, because the next
+    step's message is written while the previous step still runs."""
+
+    def __init__(self) -> None:
+        empty = torch.zeros(0, dtype=torch.int32)
+        self.message = self.result = self.drafts = self.masks = empty
+
+
+@dataclass
+class Pending:
+    """A pending step. `decided`: verification and sampling are queued too. With a grammar they are
+    queued only after the previous step's result, since the token mask depends on its tokens."""
+
+    plan: StepPlan
+    draft_plan: DraftPlan
+    bounds: Bounds
+    buffers: HostBuffers
+    started: QueueEvent
+    drafting: tuple[QueueEvent, QueueEvent] | None  # start and end; None if no row drafts
+    decided: bool = False
+    done: QueueEvent = field(default_factory=QueueEvent)
+    logprobs: tuple[Any, ...] = ()  # returned by `LogprobsReader.queue`
+    dead_ends: dict[int, int] = field(default_factory=dict)  # see `Masks`
+
+    @property
+    def durations_s(self) -> tuple[float, float]:
+        """Device time of drafting and of the rest of the step, in seconds, including gaps in which
+        the device waited for the host."""
+        draft_s = 0.0
+        if self.drafting is not None:
+            start, end = self.drafting
+            draft_s = end.seconds_since(start)
+        return draft_s, self.done.seconds_since(self.started) - draft_s
 
 
 class DeviceSteps:
@@ -41,7 +88,7 @@ class DeviceSteps:
             self.places = self._arena.places
             self.layout: DraftLayout | None = None
             if limits.max_drafts:
-                tokens = limits.most_catch_up if draft is not None else 1
+                tokens = limits.max_catch_up if draft is not None else 1
                 depth, device = limits.max_drafts, target.device
                 self.layout = DraftLayout.allocate(sizes.slots, tokens, depth, device)
             passes = PassBuilder(limits, num_blocks, kv_dtype, tuning, self.state, self.layout)
@@ -96,7 +143,7 @@ class DeviceSteps:
         if bounds.drafting:
             assert self.draft_passes is not None
             rows = bucket(bounds.draft_rows, self.limits.max_num_seqs)
-            catch_up = bucket(bounds.catch_up, self.limits.most_catch_up)
+            catch_up = bucket(bounds.catch_up, self.limits.max_catch_up)
             longest = bounds.longest_catch_up
             self.draft_passes.run(self.queue, catch_up, longest, rows, bounds.depth, bounds.shaped)
         if bounds.looked_up:
@@ -108,7 +155,7 @@ class DeviceSteps:
         assert layout is not None
 
         def take() -> None:
-            take_guesses(self.state, layout, most_drafts=self.limits.max_drafts, alone=alone)
+            take_guesses(self.state, layout, max_drafts=self.limits.max_drafts, alone=alone)
 
         device.run(("guesses", alone), take)
 
@@ -119,12 +166,135 @@ class DeviceSteps:
 
     def find_logits(self, bounds: Bounds) -> int:
         """Queue the logits of a step, and return the number of their rows."""
-        rows = bucket(bounds.logits, self.target_pass.most_logits)
+        rows = bucket(bounds.logits, self.target_pass.max_logits)
         self.target_pass.find_logits(self.queue, rows)
         return rows
 
     def decide(self, bounds: Bounds, rows: int) -> None:
         """Queue verification and sampling from `rows` rows of logits."""
         sampled = bounds.rejection_sampled and self.draft_passes is not None
-        features = SamplingFeatures(bounds.shaped, bounds.filtered, sampled, bounds.blocks)
+        features = SamplingFeatures(bounds.shaped, bounds.filtered, sampled)
         self.target_pass.decide(self.queue, rows, features)
+
+
+class Masking:
+    """Applies the host's token masks to the logits of `target`."""
+
+    def __init__(
+        self, target: TargetPass, device: Device, max_num_seqs: int, max_drafts: int
+    ) -> None:
+        self._target, self._device = target, device
+        self._max_num_seqs, self._max_drafts = max_num_seqs, max_drafts
+        self._bits = torch.zeros(0, dtype=torch.int32, device=target.logits.device)
+
+    def mask_nothing(self) -> None:
+        """Launch the kernel of `mask` without effect, so that it is compiled."""
+        no_rows = self._bits.new_zeros(1, words_of(self._target.logits.shape[1]))
+        mask_logits(self._target.logits, no_rows, self._target.layout.logit_starts, no_rows[0])
+
+    def fetch_drafts(self, layout: DraftLayout, buffers: HostBuffers) -> None:
+        """Queue a copy to the host: each slot's draft count and first draft index, all drafts."""
+        drafts = torch.cat([layout.depths, layout.starts, layout.drafts])
+        if not len(buffers.drafts):
+            buffers.drafts = self._device.staging(len(drafts))
+        self._device.fetch(drafts, buffers.drafts)
+
+    def mask(
+        self, known: KnownTokens, slots: I32, buffers: HostBuffers, *, drafts: bool
+    ) -> dict[int, int]:
+        """Mask the tokens that these slots' grammars forbid, and return the dead ends (see
+        `Masks`). `drafts`: the step has drafts, and `fetch_drafts` has copied them."""
+        counts: I64 = np.zeros(len(slots), dtype=np.int64)
+        tokens: I64 = np.zeros((len(slots), self._max_drafts), dtype=np.int64)
+        if drafts:
+            num_slots, words = self._max_num_seqs + 1, buffers.drafts.numpy()
+            counts = words[slots].astype(np.int64)
+            places = words[num_slots + slots][:, None] + iota(self._max_drafts)
+            tokens = words[2 * num_slots + places].astype(np.int64)
+        rows, dead_ends = known.masks(slots, counts, tokens)
+        if rows.size > len(buffers.masks):
+            buffers.masks = self._device.staging(2 * rows.size)
+        if rows.size > len(self._bits):
+            self._bits = self._bits.new_zeros(2 * rows.size)
+        buffers.masks.numpy()[: rows.size] = rows.reshape(-1)
+        bits = self._bits[: rows.size]
+        bits.copy_(buffers.masks[: rows.size], non_blocking=True)
+        target = self._target
+        starts, lens = target.layout.logit_starts, target.num_rows()
+        mask_logits(target.logits, bits.view(rows.shape), starts, lens)
+        return dead_ends
+
+
+class PassBuilder(NamedTuple):
+    """Settings of both passes. `kv_dtype` and `tuning` are the arguments of `GpuExecutor`;
+    `layout` is None without speculation."""
+
+    limits: StepLimits
+    num_blocks: int
+    kv_dtype: torch.dtype | None
+    tuning: Tuning | None
+    state: SlotState
+    layout: DraftLayout | None
+
+    def of_draft(self, draft: Draft, vocab: int) -> tuple[DraftPasses, KVCache | None]:
+        """Return the draft's passes and its KV cache, None for Medusa heads, which need none.
+        `vocab` is the size of the target's vocabulary."""
+        assert self.layout is not None
+        limits, max_tokens = self.limits, self.limits.max_catch_up
+        kv, attention, kind, more = None, None, DraftPasses, {}
+        if isinstance(draft, GpuHead):
+            kind = EaglePasses if isinstance(draft, GpuEagleHead) else MedusaPasses
+            more["states"] = DeviceStates(
+                draft,
+                self.state,
+                num_blocks=self.num_blocks,
+                block_size=limits.block_size,
+                max_tokens=limits.max_num_batched_tokens,
+            )
+        if not isinstance(draft, GpuMedusaHead):
+            first_key = FIRST_KEY if isinstance(draft, GpuEagleHead) else 0
+            kv, attention = self._memory(draft, max_tokens, first_key)
+        passes = kind(
+            draft,
+            attention,
+            self.state,
+            self.layout,
+            block_size=limits.block_size,
+            max_tokens=max_tokens,
+            max_positions=limits.max_sequence_tokens,
+            max_drafts=limits.max_drafts,
+            vocab=vocab,
+            **more,
+        )
+        return passes, kv
+
+    def of_target(
+        self, decoder: Decoder, drafting: DraftPasses | None
+    ) -> tuple[TargetPass, KVCache]:
+        max_tokens = self.limits.max_num_batched_tokens
+        kv, attention = self._memory(decoder, max_tokens)
+        target = TargetPass(
+            decoder,
+            kv,
+            attention,
+            self.state,
+            self.layout,
+            drafting,
+            max_tokens=max_tokens,
+            max_positions=self.limits.max_sequence_tokens,
+            max_drafts=self.limits.max_drafts,
+        )
+        return target, kv
+
+    def _memory(
+        self, decoder: Decoder | GpuEagleHead, max_tokens: int, first_key: int = 0
+    ) -> tuple[KVCache, PagedAttention]:
+        """Return a KV cache for a model, and the attention that reads it."""
+        config, page_tokens = decoder.config, self.limits.block_size
+        kv_dtype, tuning = self.kv_dtype or decoder.dtype, self.tuning
+        kv = KVCache(config, self.num_blocks, page_tokens, kv_dtype, decoder.device)
+        if tuning is None:
+            tuning = self.limits.tuning_of(decoder, kv_dtype)
+        scales = kv_scales(decoder, kv_dtype)
+        tables = self.state.blocks
+        return kv, PagedAttention(config, kv, tables, max_tokens, tuning, scales, first_key)

@@ -10,20 +10,17 @@ import torch
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import Tuning
-from cbatch.runtime.gpu.background_kernels import UncompiledKernels
-from cbatch.runtime.gpu.capture import StepCapture
+from cbatch.runtime.gpu.capture import StepCapture, UncompiledKernels
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device_steps import DeviceSteps
-from cbatch.runtime.gpu.host_drafts import DeviceModel, LookupSettings
-from cbatch.runtime.gpu.host_side import HostSide
+from cbatch.runtime.gpu.device_steps import DeviceSteps, HostBuffers, Pending
+from cbatch.runtime.gpu.host_drafts import DeviceModel, HostSide, LookupSettings
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.memory import Draft, StepLimits
-from cbatch.runtime.gpu.pending import HostBuffers, Pending
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
 from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields
 
-_MOST_PENDING = 2
+_MAX_PENDING = 2
 
 
 class GpuExecutor:
@@ -78,16 +75,16 @@ class GpuExecutor:
         if self.draft_passes is not None:
             model = DeviceModel(
                 self.draft_passes.context_tokens,
-                limits.most_catch_up,
-                self.draft_passes.most_drafts,
+                limits.max_catch_up,
+                self.draft_passes.max_drafts,
                 is_head=limits.is_head,
             )
         vocab = target.config.vocab_size
-        self.host_side = HostSide.of(limits, num_blocks, vocab, model, lookups, grammars)
+        self.host_side = HostSide(limits, num_blocks, vocab, model, lookups, grammars)
         self._capture = StepCapture(steps, self.host_side)
         self.capture, self.run_all = self._capture.capture, self._capture.run_all
         self._logprobs = LogprobsReader(target, self.target_pass, self.state, grammars)
-        self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
+        self._buffers = deque(HostBuffers() for _ in range(_MAX_PENDING))
         self._pending: deque[Pending] = deque()
 
     @property
@@ -106,8 +103,8 @@ class GpuExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Queue a step. Raises ValueError for a plan that does not fit the slots, RowError for a
         sequence that cannot be run here, RuntimeError if two steps are pending already."""
-        if len(self._pending) >= _MOST_PENDING:
-            raise RuntimeError(f"submit: {_MOST_PENDING} steps are under way; call wait() first")
+        if len(self._pending) >= _MAX_PENDING:
+            raise RuntimeError(f"submit: {_MAX_PENDING} steps are under way; call wait() first")
         with self.queue.working():
             step = self._begin(plan)
             waits = bool(self._pending) and len(self.host_side.masked(plan)) > 0
@@ -138,7 +135,7 @@ class GpuExecutor:
     def reset(self) -> None:
         """Forget every slot and pending step. KV stays: no sequence reads what it did not write."""
         self.queue.synchronize()
-        self._buffers = deque(HostBuffers() for _ in range(_MOST_PENDING))
+        self._buffers = deque(HostBuffers() for _ in range(_MAX_PENDING))
         self._pending.clear()
         self._slots.clear()
         self._logprobs.clear()
@@ -189,7 +186,7 @@ class GpuExecutor:
     def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
         for name, count, limit in (
             ("query_lens", bounds.tokens, self.limits.max_num_batched_tokens),
-            ("catch_up", bounds.catch_up, self.limits.most_catch_up),
+            ("catch_up", bounds.catch_up, self.limits.max_catch_up),
             ("num_drafts", max(bounds.depth, bounds.looked_up), self.limits.max_drafts),
         ):
             if count > limit:
@@ -211,7 +208,7 @@ class GpuExecutor:
                 f"sequences in slots {plan.slots[status == fields.DOES_NOT_FIT].tolist()}"
             )
         emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
-        kv_lens, shadow = self.host_side.learn(plan, step.draft_plan, rows)
+        kv_lens = self.host_side.learn(plan, step.draft_plan, rows)
         row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
         emitted.cumsum(out=row_splits[1:])
         draft_s, target_s = step.durations_s
@@ -226,6 +223,5 @@ class GpuExecutor:
             draft_s=draft_s,
             target_s=target_s,
             draft_kv_lens=kv_lens,
-            shadow=shadow,
             logprobs=self._logprobs.describe(step.logprobs, all_rows),
         )

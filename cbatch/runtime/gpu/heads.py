@@ -23,7 +23,7 @@ from cbatch.runtime.gpu.decoder import (
     project,
     weight_of,
 )
-from cbatch.runtime.gpu.one_call import lay_out
+from cbatch.runtime.gpu.modelling import lay_out
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -104,8 +104,8 @@ class GpuEagleHead(GpuHead):
         products = [*self._layer.products(), self._lm_head, self._fc, self._input_layer]
         self.matrix_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
 
-    def cos_sin(self, most_tokens: int) -> Tensor:
-        return self._rotary.cos_sin(most_tokens)
+    def cos_sin(self, max_tokens: int) -> Tensor:
+        return self._rotary.cos_sin(max_tokens)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Return the head's input states [T, hidden], made from the target's [T, layers, H]."""

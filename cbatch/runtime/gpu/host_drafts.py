@@ -6,21 +6,25 @@ step's tokens match the guess, the device takes the rest of the guess as drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
-from cbatch.core.request.request import MODEL
+from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.executor import errors_of_row
-from cbatch.core.scheduler.plan import Deltas, ShadowEvidence, StepPlan
+from cbatch.core.scheduler.plan import Deltas, StepPlan
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
+from cbatch.runtime.gpu.known_tokens import KnownTokens
+from cbatch.runtime.gpu.memory import StepLimits
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.sampling.logits_processors import require_grammars
+from cbatch.runtime.sampling.structured import GrammarSource
+from triton_kernels.slots import advance as fields
 
 I32 = NDArray[np.int32]
 
@@ -32,27 +36,19 @@ class DraftPlan(NamedTuple):
     catch_up: I32  # tokens that the draft model ingests before it drafts
     looked_up: I32  # drafts from a lookup
     guesses: Mapping[int, tuple[int, I32]]  # by slot: number of known tokens, tokens after them
-    owners: DraftOwners | None = None
+    is_empty: bool = False  # no row drafts or catches up
 
     @classmethod
     def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
         """Let the draft model draft for every row."""
         catch_up = plan.catch_up * (not model.is_head)
-        drafts = np.minimum(plan.num_drafts, model.most_drafts)
+        drafts = np.minimum(plan.num_drafts, model.max_drafts)
         return cls(drafts, catch_up, np.zeros_like(plan.num_drafts), {})
 
     @classmethod
     def empty(cls, plan: StepPlan) -> DraftPlan:
         zeros = np.zeros_like(plan.num_drafts)
-        return cls(zeros, zeros, zeros, {})
-
-
-class DraftOwners(NamedTuple):
-    """Slots that draft in a step, and their drafters; kept until the step's result."""
-
-    slots: I32
-    num_requested: I64  # drafts requested for each of `slots`
-    slots_by_drafter: dict[str, I32]
+        return cls(zeros, zeros, zeros, {}, is_empty=True)
 
 
 class LookupSettings(NamedTuple):
@@ -60,17 +56,16 @@ class LookupSettings(NamedTuple):
 
     lookups: Mapping[str, Lookup]
     default: tuple[str, ...]
-    model_price: float = 0.0
 
 
 class DeviceModel(NamedTuple):
     """The host's description of the draft on the device. Its first pass of a step takes up to
-    `most_catch_up` tokens, and a row gets up to `most_drafts` drafts. With `is_head` it is a head,
+    `max_catch_up` tokens, and a row gets up to `max_drafts` drafts. With `is_head` it is a head,
     whose KV cache is always up to date."""
 
     context_tokens: int
-    most_catch_up: int
-    most_drafts: int
+    max_catch_up: int
+    max_drafts: int
     is_head: bool = False
 
 
@@ -94,9 +89,9 @@ class _PlaceholderDrafter(ModelDrafter):
 
     def propose(self, rows: DraftRows) -> Proposal:
         available = np.maximum(self.context_tokens + 1 - rows.num_tokens, 0)
-        depths = np.minimum(np.minimum(rows.num_drafts, self.on_device.most_drafts), available)
+        depths = np.minimum(np.minimum(rows.num_drafts, self.on_device.max_drafts), available)
         works = (depths > 0) | (rows.num_drafts == 0)
-        self.drafts[rows.slots] = np.minimum(rows.num_drafts, self.on_device.most_drafts) * works
+        self.drafts[rows.slots] = np.minimum(rows.num_drafts, self.on_device.max_drafts) * works
         self.catch_up[rows.slots] = rows.catch_up * works
         tokens = np.zeros((len(depths), int(depths.max(initial=0))), dtype=np.int64)
         return Proposal(tokens, depths, None, np.zeros(len(depths), dtype=np.bool_))
@@ -125,46 +120,88 @@ class _AheadLookup(LookupDrafter):
         return proposal._replace(tokens=proposal.tokens[:, :deepest], num_drafted=usable)
 
 
-class HostDrafts:
-    """The drafter chains of all slots. `table` has the tokens that the host knows."""
+class HostSide:
+    """The host's part of a step: lookups and grammars. `known` has the tokens that the host knows;
+    it is None without both. `model` describes the draft on the device, None without one."""
 
     def __init__(
         self,
-        settings: LookupSettings,
-        table: InputBatch,
+        limits: StepLimits,
         num_blocks: int,
+        vocab_size: int,
         model: DeviceModel | None,
+        lookups: LookupSettings | None,
+        grammars: GrammarSource | None,
     ) -> None:
-        self._table = table
+        self.known: KnownTokens | None = None
+        self._chain: ChainDrafter | None = None
+        self._on_device = model
+        if lookups is not None or grammars is not None:
+            slots, page_tokens = limits.max_num_seqs, limits.block_size
+            self.known = KnownTokens(slots, page_tokens, vocab_size, grammars)
+        if lookups is None or self.known is None:
+            return
         self._model = None if model is None else _PlaceholderDrafter(model)
-        self._lookups = {name: _AheadLookup(each) for name, each in settings.lookups.items()}
+        self._lookups = {name: _AheadLookup(each) for name, each in lookups.lookups.items()}
         self._chain = ChainDrafter(
-            model=self._model,
-            lookups=self._lookups,
-            default=settings.default,
-            model_price=settings.model_price,
+            model=self._model, lookups=self._lookups, default=lookups.default
         )
-        self._chain.bind(table, num_blocks)
-        self.check = self._chain.check
+        self._chain.bind(self.known, num_blocks)
 
-    def reset(self) -> None:
-        self._chain.reset()
+    @property
+    def looks_up(self) -> bool:
+        """True if there are lookups."""
+        return self._chain is not None
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise FieldError for a drafter or a grammar that cannot be used here."""
+        if params.structured_outputs is not None:
+            require_grammars(None if self.known is None else self.known.grammars)
+        if self._chain is not None:
+            self._chain.check(params.drafter or ())
+
+    def forget(self) -> None:
+        if self.known is not None:
+            self.known.clear()
+        if self._chain is not None:
+            self._chain.reset()
 
     def apply_deltas(self, deltas: Deltas) -> None:
-        """Apply deltas, after `table` has. Raises RowError for a drafter that is not loaded."""
+        """Apply a plan's deltas. Raises RowError for a sequence that cannot be run here."""
+        if deltas.reset:
+            self.forget()
+        known, chain = self.known, self._chain
+        if known is None:
+            return
         for slot in deltas.released.tolist():
-            self._chain.release(slot)
+            known.release(slot)
+            if chain is not None:
+                chain.release(slot)
         for admission in deltas.new_sequences:
             with errors_of_row(admission.slot, admission.generation):
-                self.check(admission.params.drafter or ())
-                self._chain.release(admission.slot)
-                self._chain.admit(admission)
+                known.admit(admission)
+                if chain is not None:
+                    chain.check(admission.params.drafter or ())
+                    chain.release(admission.slot)
+                    chain.admit(admission)
 
-    def plan(self, plan: StepPlan, ahead: I64) -> DraftPlan:
-        """Return the drafts of a step. `ahead` [slots]: tokens that the pending step may emit."""
-        slots, known = plan.slots, self._table.num_tokens[plan.slots]
-        available = self._table.max_total[slots] - known
-        drafts = np.maximum(np.minimum(plan.num_drafts, available - 1), 0)
+    def masked(self, plan: StepPlan) -> I32:
+        """Return the slots that have a grammar and emit tokens in this step."""
+        return plan.slots[:0] if self.known is None else self.known.masked(plan)
+
+    def plan_drafts(self, plan: StepPlan, pending_plans: Iterable[StepPlan]) -> DraftPlan:
+        """Choose the drafts of a step; steps of `pending_plans` may still emit tokens."""
+        if self._chain is None:
+            model = self._on_device
+            return DraftPlan.empty(plan) if model is None else DraftPlan.of_model(plan, model)
+        assert self.known is not None
+        table, slots = self.known, plan.slots
+        ahead: I64 = np.zeros(table.max_num_seqs, dtype=np.int64)
+        for pending in pending_plans:
+            is_same = table.generation[pending.slots] == pending.generations
+            ahead[pending.slots] = is_same * pending.wants_logits * (1 + pending.num_drafts)
+        known = table.num_tokens[slots]
+        drafts = np.maximum(np.minimum(plan.num_drafts, table.max_total[slots] - known - 1), 0)
         catch_up = plan.catch_up * (drafts >= np.minimum(plan.num_drafts, 1))
         at = ((drafts > 0) | (catch_up > 0)).nonzero()[0]
         if not len(at):
@@ -175,21 +212,16 @@ class HostDrafts:
             self._model.begin()
             if self._model.on_device.is_head:
                 self._model.kv_len[slots] = known - 1
-        rows = DraftRows(slots[at], known[at], drafts[at], catch_up[at])
-        proposal = self._chain.propose(rows)
+        self._chain.propose(DraftRows(slots[at], known[at], drafts[at], catch_up[at]))
         guesses = {k: v for lookup in self._lookups.values() for k, v in lookup.guesses.items()}
         looked_up = np.array([slot in guesses for slot in slots.tolist()]) * drafts
-        draft_plan = DraftPlan.empty(plan)._replace(
-            looked_up=looked_up.astype(np.int32), guesses=guesses
-        )
-        if self._model is not None:
-            draft_plan = self._of_model(plan, draft_plan, ahead)
-        drafted = rows.slots[proposal.num_drafted > 0]
-        return draft_plan._replace(owners=self._draft_owners(drafted, drafts, slots))
+        zeros = np.zeros_like(plan.num_drafts)
+        draft_plan = DraftPlan(zeros, zeros, looked_up.astype(np.int32), guesses)
+        return draft_plan if self._model is None else self._of_model(plan, draft_plan, ahead)
 
     def _of_model(self, plan: StepPlan, draft_plan: DraftPlan, ahead: I64) -> DraftPlan:
         """Add the draft model's part, for as many rows as fit its first pass."""
-        assert self._model is not None
+        assert self._model is not None and self._chain is not None
         model, catch_up = self._model.drafts[plan.slots], self._model.catch_up[plan.slots]
         model = model * (draft_plan.looked_up == 0)
         if self._model.on_device.is_head:
@@ -199,42 +231,23 @@ class HostDrafts:
         added = ahead[plan.slots] * (model > 0) * self._chain.is_mixed(plan.slots)
         catch_up = catch_up + added.astype(np.int32)
         cost = catch_up + (model > 0)
-        available = self._model.on_device.most_catch_up - int(cost[~is_raised].sum())
+        available = self._model.on_device.max_catch_up - int(cost[~is_raised].sum())
         fits = ~is_raised | ((cost * is_raised).cumsum() <= available)
         return draft_plan._replace(model=model * fits, catch_up=catch_up * fits)
 
-    def _draft_owners(self, drafted: I32, drafts: I64, slots: I32) -> DraftOwners:
-        by_slot = dict(zip(slots.tolist(), drafts.tolist(), strict=True))
-        num_requested = np.array([by_slot[slot] for slot in drafted.tolist()], dtype=np.int64)
-        slots_by_drafter = {
-            name: np.array([s for s in drafted.tolist() if s in lookup.guesses], dtype=np.int32)
-            for name, lookup in self._lookups.items()
-        }
-        if self._model is not None:
-            looked_up = [slot for lookup in self._lookups.values() for slot in lookup.guesses]
-            slots_by_drafter[MODEL] = drafted[~np.isin(drafted, looked_up)]
-        return DraftOwners(drafted, num_requested, slots_by_drafter)
-
-    def learn(
-        self, plan: StepPlan, draft_plan: DraftPlan, known: I64, num_drafted: I32, draft_kv: I32
-    ) -> tuple[I32 | None, ShadowEvidence | None]:
-        """Take in the result of a step, after `table` has.
-
-        `known`, `num_drafted` and `draft_kv` have an entry for each row of the plan: known tokens
-        before the step, drafts, valid positions of the draft's KV. Returns `draft_kv` if it may
-        differ from the plan, and the score of lookups that did not draft. Rows whose slot
-        has another sequence by now are ignored."""
-        slots = plan.slots
-        at = (self._table.generation[slots] == plan.generations).nonzero()[0]
-        kv_lens = None
-        if self._model is not None:
-            self._model.kv_len[slots[at]] = draft_kv[at]
-        if draft_plan.owners is not None:
-            if self._chain.kv_lens(slots) is not None:
-                kv_lens = draft_kv.copy()
-            self._chain.recall(slots[at], known[at], *draft_plan.owners)
-        drafts = None if draft_plan.owners is None else num_drafted[at].astype(np.int64)
-        shadow = self._chain.score(slots[at], drafts) if len(at) else None
-        if shadow is not None:
-            shadow = structs.replace(shadow, rows=at[shadow.rows].astype(np.int32))
-        return kv_lens, shadow
+    def learn(self, plan: StepPlan, draft_plan: DraftPlan, rows: np.ndarray) -> I32 | None:
+        """Take in a step's result; return `draft_kv_lens` of its `StepResult`. `rows` has a row for
+        each row of the plan, packed by `triton_kernels.slots.advance`. Rows whose slot has another
+        sequence by now are ignored."""
+        slots, draft_kv = plan.slots, rows[:, fields.DRAFT_KV]
+        # A head's KV length is known after every step, whichever drafter was used.
+        differs = self._on_device is not None and self._on_device.is_head
+        if self.known is not None:
+            tokens = rows[:, fields.NUM_FIELDS :].astype(np.int64)
+            self.known.advance(plan, tokens, rows[:, fields.EMITTED])
+            if self._chain is not None and self._model is not None:
+                at = (self.known.generation[slots] == plan.generations).nonzero()[0]
+                self._model.kv_len[slots[at]] = draft_kv[at]
+                may_lag = self._chain.kv_lens(slots) is not None
+                differs = differs or (may_lag and not draft_plan.is_empty)
+        return draft_kv.copy() if differs else None

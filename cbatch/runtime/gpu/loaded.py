@@ -1,21 +1,27 @@
-"""Models on a GPU, with the properties and methods that an engine uses."""
+"""Loading of models on a GPU, with the properties and methods that an engine uses."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.runtime.backend import LargestStep
+from cbatch.runtime.backend import Impl, LargestStep, LoadRequest
+from cbatch.runtime.drafting.heads.loading import load_heads
+from cbatch.runtime.drafting.heads.trial import take_head
 from cbatch.runtime.drafting.lookups import all_lookups
-from cbatch.runtime.gpu.background_kernels import groups_of
-from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.capture import groups_of
+from cbatch.runtime.gpu.decoder import Decoder, load_decoder
+from cbatch.runtime.gpu.device import current
 from cbatch.runtime.gpu.executor import GpuExecutor
-from cbatch.runtime.gpu.heads import GpuHead
+from cbatch.runtime.gpu.heads import CLASSES, GpuHead
 from cbatch.runtime.gpu.host_drafts import LookupSettings
-from cbatch.runtime.gpu.kv_types import kv_dtype_of
-from cbatch.runtime.gpu.memory import Draft, StepLimits, check_pool, step_memory_bytes
+from cbatch.runtime.gpu.memory import Draft, StepLimits, check_pool, kv_dtype_of, step_memory_bytes
+from cbatch.runtime.gpu.modelling import OneCall, load_modelling_decoder
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
 from cbatch.system.machine import mib
@@ -84,7 +90,7 @@ class GpuModels:
         """Create the executor, compile kernels and capture graphs; see `LoadedModels.executor`."""
         for model in filter(None, (self.target, self.draft)):
             check_pool(model.config, config.num_blocks, config.block_size)
-        lookups = LookupSettings(all_lookups(), config.default_chain, config.catch_up_price)
+        lookups = LookupSettings(all_lookups(), config.default_chain)
         executor = GpuExecutor(
             self.target,
             num_blocks=config.num_blocks,
@@ -101,3 +107,24 @@ class GpuModels:
         )
         executor.capture(groups_of(default_params or SamplingParams()))
         return executor
+
+
+def load_models(request: LoadRequest) -> GpuModels:
+    """Load a target and its draft; see `Backend.load`."""
+    with current(torch.device(request.device)):  # tests of models and heads launch kernels
+        target, kv_dtype = _load(request.model, request.impls[0], request), request.kv_cache_dtype
+        if request.draft is None:
+            return GpuModels(target, None, kv_dtype)
+        if not request.trial_texts:
+            return GpuModels(target, _load(request.draft, request.impls[1], request), kv_dtype)
+        heads = load_heads(Path(request.draft), target, request.model, CLASSES)
+        head = take_head(request.draft, heads, OneCall(target), request.trial_texts)
+        return GpuModels(target, head, kv_dtype)
+
+
+def _load(path: str | Path, impl: Impl, request: LoadRequest) -> Decoder:
+    names = "dtype", "device", "numerics", "random_weights_seed"
+    settings: Any = {name: getattr(request, name) for name in names}
+    if impl == "transformers":  # it has the interface of a `Decoder`
+        return cast("Decoder", load_modelling_decoder(path, **settings))
+    return load_decoder(path, **settings)

@@ -184,7 +184,7 @@ class LogprobsReader:
         """Return a copy of the first `count` rows of a slot's logits, fp32 [count, V]."""
         target = self._target
         index = torch.arange(count, dtype=torch.int32, device=target.logits.device)
-        rows = (target.layout.logit_starts[slot] + index).clamp_(max=target.most_logits - 1)
+        rows = (target.layout.logit_starts[slot] + index).clamp_(max=target.max_logits - 1)
         return target.logits.index_select(0, rows).float()
 
     def _fetched(self, slot: int, ask: LogprobRequest, values: Tensor, device: Device) -> _Copy:

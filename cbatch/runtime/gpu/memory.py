@@ -1,4 +1,4 @@
-"""Device memory of an executor without weights and KV cache; the cache gets the rest."""
+"""Device memory of an executor without weights and KV cache, which gets the rest; its types."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu.attention import Tuning, heads_of
-from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
 from triton_kernels.attention import MAX_ELEMENTS
+from triton_kernels.attention.table import arch_of, tile_for
 from triton_kernels.sampling.launch import bytes_a_row
 from triton_kernels.sampling.mask import words_of
 from triton_kernels.slots.guesses import HEAD_WORDS
@@ -47,12 +48,12 @@ class StepLimits(NamedTuple):
         return cls(*step, is_head=isinstance(draft, GpuHead))
 
     @property
-    def most_catch_up(self) -> int:
+    def max_catch_up(self) -> int:
         """The most tokens that the draft computes in its first pass of a step."""
         return self.max_num_seqs + (0 if self.is_head else self.max_num_batched_tokens)
 
     @property
-    def most_logits(self) -> int:
+    def max_logits(self) -> int:
         """Most rows of logits: one per token, but per slot at most one more than its drafts."""
         return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + self.max_drafts))
 
@@ -99,16 +100,16 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
     arena, vocab = limits.arena_of(target.config), target.config.vocab_size
     used = LIBRARY_BYTES + arena.num_words * _FP32_BYTES
     used += LOGPROB_COPIES * PROMPT_ROWS * vocab * _FP32_BYTES
-    used += limits.most_logits * aligned(vocab) * target.dtype.itemsize
-    used += 2 * limits.most_logits * words_of(vocab) * _FP32_BYTES  # token masks
+    used += limits.max_logits * aligned(vocab) * target.dtype.itemsize
+    used += 2 * limits.max_logits * words_of(vocab) * _FP32_BYTES  # token masks
     models: list[tuple[Draft, int, int]] = []
-    models.append((target, limits.max_num_batched_tokens, limits.most_logits))
+    models.append((target, limits.max_num_batched_tokens, limits.max_logits))
     kept = 0  # bytes of target states per token, for a head
     if draft is not None and limits.max_drafts:
         rows = limits.max_num_seqs * limits.max_drafts
         used += rows * aligned(max(vocab, draft.config.vocab_size)) * draft.dtype.itemsize
         used += rows * (arena.listed + arena.drafts) * _FP32_BYTES  # listed tokens
-        tokens = limits.most_catch_up
+        tokens = limits.max_catch_up
         if isinstance(draft, GpuHead):
             # A head's longest pass is the one over the target's tokens.
             tokens = limits.max_num_batched_tokens
@@ -119,7 +120,7 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
     for decoder, tokens, rows in models:
         used += _persistent_bytes(decoder, tokens, limits)
         eager = max(eager, decoder.pass_bytes(tokens) + tokens * kept)
-        tokens = min(tokens, MOST_CAPTURED_TOKENS)
+        tokens = min(tokens, MAX_CAPTURED_TOKENS)
         passes = decoder.pass_bytes(tokens) + tokens * kept
         captured = max(captured, passes, _decision_bytes(decoder, rows, arena))
     return used + eager + captured
@@ -140,3 +141,33 @@ def _decision_bytes(decoder: Draft, rows: int, arena: ArenaSizes) -> int:
     """Return the bytes to compute `rows` rows of logits, and to sample from and verify them."""
     hidden = decoder.config.hidden_size * (_FP32_BYTES + 2 * decoder.dtype.itemsize)
     return rows * (hidden + bytes_a_row(arena.vocab, arena.listed + arena.drafts))
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+_MIN_PAGE_TOKENS = 16
+
+
+def kv_dtype_of(decoder: Draft, kv_cache_dtype: str) -> torch.dtype:
+    """Return the type of a model's KV cache: the model's own if `kv_cache_dtype` is "auto", else
+    the E4M3 type of its device (AMD has a variant of its own). Raises FieldError if the attention
+    kernel has no tile for this model and device with that type."""
+    if kv_cache_dtype == "auto":
+        return decoder.dtype
+    dtype = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
+    arch = arch_of(decoder.device)
+    try:
+        heads = heads_of(decoder.config)
+        tile_for(heads, decoder.dtype, _MIN_PAGE_TOKENS, arch=arch, kv_dtype=dtype)
+    except ValueError as error:
+        problem = f"fp8 is not supported with {decoder.dtype} on {arch}"
+        raise FieldError("kv_cache_dtype", problem, "leave it out") from error
+    return dtype
+
+
+def kv_scales(decoder: Decoder, kv_dtype: torch.dtype) -> list[tuple[float, float]] | None:
+    """Return, for each layer, the divisors of K and V before they are stored as `kv_dtype`. None:
+    they are stored in the model's dtype, unscaled."""
+    if kv_dtype == decoder.dtype:
+        return None
+    wider = 2.0 if kv_dtype == torch.float8_e4m3fnuz else 1.0  # AMD's type has half the range
+    return [(k * wider, v * wider) for k, v in decoder.kv_scales]

@@ -6,15 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cbatch.core.request.errors import FieldError
-from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
 from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
-from cbatch.runtime.gpu.one_call import OneCall
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig, ModelError
 from cbatch.runtime.transformers_backend import attention as attention_interface
 from cbatch.runtime.transformers_backend.config import bridge, changes_angles
@@ -112,7 +114,7 @@ class ModellingDecoder:
         widest = max(c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim)
         return tokens * widest * _ACTIVATION_WIDTHS * 4
 
-    def cos_sin(self, most_tokens: int) -> Tensor:
+    def cos_sin(self, max_tokens: int) -> Tensor:
         """Return the rotary table of angle 0: the modules have rotated queries and keys already."""
         return self._no_rotation
 
@@ -249,3 +251,49 @@ def load_modelling_decoder(
     decoder = ModellingDecoder(net, path, net_dtype)
     compare(OneCall(decoder), reference, block_tokens=_PAGE_TOKENS, own_bits=False)
     return decoder
+
+
+class OneCall:
+    """A decoder whose `forward` has the arguments of the CPU's `Model`, for self-tests."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder, self.kv_dtype = decoder, decoder.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def forward(self, batch: RaggedBatch, kv: KVCache, states: Tensor | None = None) -> Tensor:
+        """Return logits fp32 [N, vocab], on the host; fill `states`, on the device."""
+        flat, attention = lay_out(self._decoder, batch, kv)
+        hidden = Hidden.allocate(len(flat.tokens), self._decoder)
+        kept = () if states is None else (states,)
+        cos_sin = self._decoder.cos_sin(int(batch.context_lens.max()))
+        self._decoder.forward(flat, attention, cos_sin, hidden, *kept)
+        rows = _int32_on(batch.logits_index.numpy(), self.device)
+        out = torch.empty(len(rows), self.config.vocab_size, dtype=self.dtype, device=self.device)
+        self._decoder.logits(hidden, rows, out)
+        return out.float().cpu()
+
+
+def lay_out(
+    decoder: Any, batch: RaggedBatch, kv: KVCache, *, first_key: int = 0
+) -> tuple[FlatTokens, PagedAttention]:
+    """Return a batch's tokens on the decoder's device, and attention planned for them."""
+    lens, device = batch.query_lens, decoder.device
+    positions = batch.positions.numpy()
+    owners = np.repeat(np.arange(len(lens)), lens)
+    blocks = batch.block_tables[owners, positions // kv.block_size]
+    slots = blocks * kv.block_size + positions % kv.block_size
+    arrays = batch.tokens.numpy(), positions, slots
+    flat = FlatTokens(*(_int32_on(each, device) for each in arrays))
+    heads = heads_of(decoder.config)
+    tuning = Tuning.of(heads, decoder.dtype, device, kv.block_size, decoder.dtype)
+    tables, count = _int32_on(batch.block_tables, device), len(flat.tokens)
+    attention = PagedAttention(decoder.config, kv, tables, count, tuning, first_key=first_key)
+    contexts = _int32_on(batch.context_lens, device)
+    attention.plan(_int32_on(np.cumsum([0, *lens]), device), contexts)
+    return flat, attention
+
+
+def _int32_on(array: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(array, np.int32)).to(device)

@@ -14,9 +14,71 @@ from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.runtime.gpu import logits_processors as lists
 from cbatch.runtime.gpu.host_drafts import DraftPlan
-from cbatch.runtime.gpu.slot_update import SlotUpdate
-from triton_kernels.sampling.inputs import BLOCK, COUPLED, GREEDY, REJECTION
-from triton_kernels.slots.state import ArenaSizes, FieldPlace, SlotWork
+from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION
+from triton_kernels.slots.state import RUN_WORDS, ArenaSizes, FieldPlace, SlotWork
+
+Words = NDArray[np.int32]
+
+
+class SlotUpdate:
+    """Collects runs of int32 words. `write` packs them in the format that
+    `triton_kernels.slots.state.apply` reads: first those of new sequences, then runs that may
+    overwrite them."""
+
+    def __init__(self, places: dict[str, FieldPlace]) -> None:
+        self._places = places
+        self._first: list[tuple[int, Words]] = []
+        self._second: list[tuple[int, Words]] = []
+        self._scattered: list[tuple[Words, Words]] = []
+
+    def put(self, name: str, slot: int, values: NDArray[np.generic]) -> None:
+        """Set the first elements of a slot's field `name`."""
+        offset, stride = self._places[name]
+        words = np.ascontiguousarray(values).reshape(-1).view(np.int32)
+        to = offset + slot * stride
+        for start in range(0, len(words), RUN_WORDS):
+            self._first.append((to + start, words[start : start + RUN_WORDS]))
+
+    def put_all(self, name: str, values: NDArray[np.int32]) -> None:
+        """Set a whole field, for every slot."""
+        offset = self._places[name].offset
+        self._second.append((offset, np.ascontiguousarray(values).reshape(-1)))
+
+    def scatter(self, name: str, slots: Words, indices: Words, values: Words) -> None:
+        """Set single elements; the last of several values for an element wins. Call it at most
+        once per message, and not for a field that `put_all` sets."""
+        offset, stride = self._places[name]
+        to = offset + slots.astype(np.int64) * stride + indices
+        _, last = np.unique(to[::-1], return_index=True)
+        kept = len(to) - 1 - last
+        self._scattered.append((to[kept].astype(np.int32), values[kept].astype(np.int32)))
+
+    def num_runs(self) -> tuple[int, int]:
+        """Return the number of runs in each of the two parts, which `apply` writes in order."""
+        scattered = sum(len(to) for to, _ in self._scattered)
+        return len(self._first), len(self._second) + scattered
+
+    def num_words(self) -> int:
+        payload = sum(len(words) for _, words in self._first + self._second)
+        first, second = self.num_runs()
+        scattered = second - len(self._second)
+        return 3 * (first + second) + payload + scattered
+
+    def write(self, out: Words) -> None:
+        """Fill the first `num_words()` words of `out`."""
+        num_runs = sum(self.num_runs())
+        runs, at = out[: 3 * num_runs].reshape(-1, 3), 3 * num_runs
+        row = 0
+        for to, words in self._first + self._second:
+            runs[row] = to, at, len(words)
+            out[at : at + len(words)] = words
+            row, at = row + 1, at + len(words)
+        for to_many, words in self._scattered:
+            part = runs[row : row + len(words)]
+            part[:, 0], part[:, 1], part[:, 2] = to_many, at + np.arange(len(words)), 1
+            out[at : at + len(words)] = words
+            row, at = row + len(words), at + len(words)
+
 
 Flags = NDArray[np.bool_]
 
@@ -35,14 +97,13 @@ class Bounds(NamedTuple):
     drafting: bool  # the draft model runs
     looked_up: int  # most drafts of a row from a lookup
     rejection_sampled: bool  # some drafts are sampled, and verified by rejection sampling
-    blocks: bool  # some rows use block verification
     shaped: bool  # some row has penalties, biases or token restrictions
     filtered: bool  # some row that is not greedy has top-k, top-p or min-p
 
 
 class HostSlots:
     """Occupied slots, the `generation` of each slot's sequence, and how it samples: `mode` is
-    GREEDY, REJECTION, BLOCK or COUPLED."""
+    GREEDY, REJECTION or COUPLED."""
 
     def __init__(self, sizes: ArenaSizes, places: dict[str, FieldPlace]) -> None:
         self._sizes, self._places = sizes, places
@@ -105,8 +166,6 @@ class HostSlots:
     def bounds(self, plan: StepPlan, draft_plan: DraftPlan) -> Bounds:
         deep, drafts = draft_plan.model > 0, draft_plan.model + draft_plan.looked_up
         new = plan.query_lens - plan.num_drafts
-        modes = self.mode[plan.slots]
-        blocks = bool((modes[drafts > 0] == BLOCK).any())
         return Bounds(
             tokens=int((new + drafts).sum()),
             longest=int((new + drafts).max(initial=0)),
@@ -117,8 +176,7 @@ class HostSlots:
             depth=int(draft_plan.model.max(initial=0)),
             drafting=bool((draft_plan.model | draft_plan.catch_up).any()),
             looked_up=int(draft_plan.looked_up.max(initial=0)),
-            rejection_sampled=blocks or bool((modes[deep] == REJECTION).any()),
-            blocks=blocks,
+            rejection_sampled=bool((self.mode[plan.slots][deep] == REJECTION).any()),
             shaped=bool(self.shaped[plan.slots].any()),
             filtered=bool(self._filtered[plan.slots].any()),
         )
@@ -164,8 +222,8 @@ class HostSlots:
         mode = REJECTION
         if params.greedy:
             mode = GREEDY
-        elif params.coupled or params.in_blocks:
-            mode = COUPLED if params.coupled else BLOCK
+        elif params.coupled:
+            mode = COUPLED
         self.mode[slot] = mode
         top_k = self._sizes.vocab if params.top_k is None else min(params.top_k, self._sizes.vocab)
         # 1 keeps every token; a sum that rounds to 1 early must not cut the tail.

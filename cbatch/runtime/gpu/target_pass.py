@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import Decoder, FlatTokens, Hidden
-from cbatch.runtime.gpu.device import Device
-from cbatch.runtime.gpu.draft_pass import DraftPasses
-from cbatch.runtime.gpu.head_pass import HeadPasses
+from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, Device, aligned
+from cbatch.runtime.gpu.draft_pass import DraftPasses, HeadPasses
 from cbatch.runtime.kv_cache import KVCache
 from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Noise, Requests, Rows
 from triton_kernels.slots.advance import NUM_FIELDS, advance
@@ -29,13 +27,10 @@ class SamplingFeatures(NamedTuple):
     shaped: bool = False  # penalties, biases or token restrictions
     filtered: bool = False  # top-k, top-p or min-p, of a row that is not greedy
     rejection_sampled: bool = False  # some drafts were sampled, so rejection sampling verifies them
-    blocks: bool = False  # block verification
 
 
 PLAIN = SamplingFeatures()
-LOOKUP_FEATURES = (PLAIN, SamplingFeatures(blocks=True))  # lookups do not sample their drafts
-_SAMPLED = SamplingFeatures(rejection_sampled=True)
-MODEL_FEATURES = (PLAIN, _SAMPLED, _SAMPLED._replace(blocks=True))
+MODEL_FEATURES = (PLAIN, SamplingFeatures(rejection_sampled=True))
 
 
 class TargetPass:
@@ -52,9 +47,9 @@ class TargetPass:
         drafts: DraftLayout | None,
         drafting: DraftPasses | None,
         *,
-        most_tokens: int,
-        most_positions: int,
-        most_drafts: int,
+        max_tokens: int,
+        max_positions: int,
+        max_drafts: int,
     ) -> None:
         slots, device = len(state.num_tokens), decoder.device
         self._decoder, self._state, self.attention = decoder, state, attention
@@ -62,15 +57,15 @@ class TargetPass:
         self._reader = drafting if isinstance(drafting, HeadPasses) else None
         if self._reader is not None:
             decoder.keep_hidden(self._reader.hidden_layers)
-        self._cos_sin = decoder.cos_sin(most_positions)
-        self.hidden = Hidden.allocate(most_tokens, decoder)
+        self._cos_sin = decoder.cos_sin(max_positions)
+        self.hidden = Hidden.allocate(max_tokens, decoder)
         # At most one row of logits per token, and per slot one more than its drafts.
-        self.most_logits = min(most_tokens, (slots - 1) * (1 + most_drafts))
-        self.layout = TargetLayout.allocate(slots, most_tokens, self.most_logits, device)
+        self.max_logits = min(max_tokens, (slots - 1) * (1 + max_drafts))
+        self.layout = TargetLayout.allocate(slots, max_tokens, self.max_logits, device)
         vocab = decoder.config.vocab_size
-        memory = torch.zeros(self.most_logits, aligned(vocab), dtype=decoder.dtype, device=device)
+        memory = torch.zeros(self.max_logits, aligned(vocab), dtype=decoder.dtype, device=device)
         self.logits = memory[:, :vocab]
-        width = NUM_FIELDS + 1 + most_drafts
+        width = NUM_FIELDS + 1 + max_drafts
         self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
@@ -78,7 +73,7 @@ class TargetPass:
         """Queue the forward pass over up to `tokens` tokens, at most `longest` in one row."""
         key = "target", tokens, longest > self.attention.short_tokens
         forward = partial(self._forward, tokens, longest)
-        if tokens > MOST_CAPTURED_TOKENS:
+        if tokens > MAX_CAPTURED_TOKENS:
             forward()
         else:
             device.run(key, forward)
@@ -106,7 +101,7 @@ class TargetPass:
             self._zeros if drafts is None else drafts.depths,
             layout._replace(tokens=flat.tokens, positions=flat.positions, kv_slots=flat.slots),
             block_size=self._block_size,
-            most_token=self._decoder.config.vocab_size - 1,
+            max_token=self._decoder.config.vocab_size - 1,
         )
         self.attention.plan(layout.query_starts, layout.contexts, longest)
         reader = self._reader
@@ -129,9 +124,7 @@ class TargetPass:
                 proposals = self._drafting.proposals(features.shaped)
             batch = self._batch(logits, features.shaped)
             starts = self.layout.logit_starts
-            decision = verify_logits(
-                batch, starts, proposals, filtered=features.filtered, blocks=features.blocks
-            )
+            decision = verify_logits(batch, starts, proposals, filtered=features.filtered)
         drafts = self._drafts
         advance(
             self._state,

@@ -1,5 +1,5 @@
-"""Batched verification of ragged drafts, token by token, in two modes. In both modes every emitted
-token has the target's distribution p. Verification of whole blocks is in `block_verification.py`.
+"""Batched verification of ragged drafts, in two modes. In both modes every emitted token has the
+target's distribution p.
 
 *Rejection* (Leviathan, Kalman, Matias 2023, "Fast inference from transformers via speculative
 decoding", Algorithm 1): draft x ~ q is accepted with probability min(1, p(x) / q(x)). The first

@@ -16,7 +16,7 @@ from torch import Tensor
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.engine.heads import trial_texts
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.gpu.head_pass import DeviceStates
+from cbatch.runtime.gpu.draft_pass import DeviceStates
 from cbatch.runtime.model.shapes import Numerics
 from tests.gpu_proofs.interpreted.references import use_queued_references
 from tests.gpu_proofs.interpreted.stream import HostReads, Stream, substituted

@@ -18,7 +18,6 @@ from tests.triton_kernels.interpreter.batches import noise_of
 from tests.triton_kernels.interpreter.light import without_overflow_checks
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     REJECTION,
     DraftTokens,
@@ -87,14 +86,13 @@ def passes(
 ) -> tuple[VerifyOutput, list[float]]:
     """Return the verdict, and how often it reads the target's logits and those of drafts."""
     watched = (batch.logits,) if proposals is None else (batch.logits, proposals.logits)
-    blocks = int(batch.requests.modes[0]) == BLOCK
     with reads_of(*watched) as counts:
-        verdict = verify_logits(batch, starts, proposals, filtered=filtered, blocks=blocks)
+        verdict = verify_logits(batch, starts, proposals, filtered=filtered)
     sizes = (each.numel() * each.itemsize for each in watched)
     return verdict, [count / size for count, size in zip(counts, sizes, strict=True)]
 
 
-@pytest.mark.parametrize("mode", [COUPLED, REJECTION, BLOCK])
+@pytest.mark.parametrize("mode", [COUPLED, REJECTION])
 def test_one_pass_without_filters(mode: int) -> None:
     _, (target,) = passes(*batch_of(mode, filtered=False), None, filtered=False)
     assert 1 <= target < 1 + 1 / VOCAB  # and the logits of drafts once more
@@ -106,10 +104,8 @@ def test_two_passes_at_most_with_filters(mode: int) -> None:
     assert 1 < target <= 2
 
 
-@pytest.mark.parametrize("mode", [REJECTION, BLOCK])
-def test_of_drawn_drafts_the_rejected_rows_are_read_once_more(mode: int) -> None:
-    """Blocks read every row after the first draft, for the mass of its residual."""
-    batch, starts = batch_of(mode, filtered=False)
+def test_of_drawn_drafts_the_rejected_rows_are_read_once_more() -> None:
+    batch, starts = batch_of(REJECTION, filtered=False)
     of_drafts = Rows(*(field[batch.rows.depths < DRAFTS] for field in batch.rows))
     near = recorded_logits(COUNT * DRAFTS, VOCAB, seed=1)
     near += 0.5 * batch.logits[batch.rows.depths < DRAFTS]
@@ -117,7 +113,7 @@ def test_of_drawn_drafts_the_rejected_rows_are_read_once_more(mode: int) -> None
     batch = batch._replace(drafts=batch.drafts._replace(tokens=dists.tokens[:, 0].contiguous()))
     proposals = Proposals(near, None, dists, torch.zeros(COUNT, dtype=torch.int32))
     verdict, (target, draft) = passes(batch, starts, proposals, filtered=False)
-    again = int((verdict.num_accepted < DRAFTS).sum()) + (mode == BLOCK) * COUNT * (DRAFTS - 1)
+    again = int((verdict.num_accepted < DRAFTS).sum())
     assert again > 2
     assert target == pytest.approx(1 + again / len(batch.logits), abs=1 / VOCAB)
     assert draft == pytest.approx(again / len(near))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cbatch.core.scheduler.plan import StepResult
-from cbatch.runtime.gpu import device_steps, masking
+from cbatch.runtime.gpu import device_steps
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.device import CudaDevice, CudaQueueEvent
 from cbatch.runtime.gpu.device_steps import DeviceSteps
@@ -329,7 +329,7 @@ def overwritten_guesses(patch: pytest.MonkeyPatch) -> None:
 def masks_after_the_verdict(patch: pytest.MonkeyPatch) -> None:
     """Broken: masks come after the step has decided."""
     decide, waiting = TargetPass.decide, []
-    patch.setattr(masking, "mask_logits", lambda *given: waiting.append(given))
+    patch.setattr(device_steps, "mask_logits", lambda *given: waiting.append(given))
 
     def deciding(target: TargetPass, *given: Any) -> None:
         decide(target, *given)

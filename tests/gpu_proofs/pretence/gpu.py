@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cbatch.runtime.gpu import buckets, draft_pass, memory, target_pass
+from cbatch.runtime.gpu import device as device_module
+from cbatch.runtime.gpu import draft_pass, memory, target_pass
 from tests.gpu_proofs.interpreted.references import use_queued_references
 from tests.gpu_proofs.interpreted.stream import Event, Graph, Stream, TorchSubstitute, substituted
 from tests.gpu_proofs.pretence.tensors import in_all_threads, is_marked
@@ -140,8 +141,8 @@ def pretending() -> Iterator[Cuda]:
         for name, value in cuda.members().items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.version, "cuda", "13.0")
-        patch.setattr(buckets, "SMALL", _CAPTURED_TOKENS)
-        for module in (buckets, draft_pass, memory, target_pass):
-            patch.setattr(module, "MOST_CAPTURED_TOKENS", _CAPTURED_TOKENS[-1])
+        patch.setattr(device_module, "SMALL", _CAPTURED_TOKENS)
+        for module in (device_module, draft_pass, memory, target_pass):
+            patch.setattr(module, "MAX_CAPTURED_TOKENS", _CAPTURED_TOKENS[-1])
         with in_all_threads():
             yield cuda

@@ -12,7 +12,6 @@ from cbatch.core.request.request import SamplingParams
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits, weights_of
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     GREEDY,
     IN_PROMPT,
@@ -46,8 +45,6 @@ class RequestSpec(NamedTuple):
     def mode(self) -> int:
         if self.params.greedy:
             return GREEDY
-        if self.params.in_blocks:
-            return BLOCK
         return COUPLED if self.params.coupled else REJECTION
 
 
@@ -64,7 +61,7 @@ def random_request(
 
     fields: dict[str, object] = {
         "temperature": rng.choice([0.0, 0.6, 1.0, 1.7], p=[0.1, 0.3, 0.3, 0.3]),
-        "verification": str(rng.choice(["rejection", "block", "coupled"])),
+        "verification": str(rng.choice(["rejection", "coupled"])),
         "max_tokens": 100,
     }
     if filters:
@@ -165,13 +162,13 @@ def random_batch(
     *,
     filters: bool = True,
     shaped: bool = True,
-    most_drafts: int = MOST_DRAFTS,
+    max_drafts: int = MOST_DRAFTS,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[LogitsBatch, list[RequestSpec]]:
-    """Return `count` requests with ragged k in 0..most_drafts. Logits have ties, and so have the
+    """Return `count` requests with ragged k in 0..max_drafts. Logits have ties, and so have the
     edges of filters. Drafts are likely tokens."""
     specs = [random_request(rng, vocab, filters=filters, shaped=shaped) for _ in range(count)]
-    num_drafts = torch.from_numpy(rng.integers(0, most_drafts + 1, count))
+    num_drafts = torch.from_numpy(rng.integers(0, max_drafts + 1, count))
     rows, starts = rows_of(num_drafts, int((num_drafts + 1).sum()))
     values = np.round(rng.normal(size=(len(rows.depths), vocab)) * 2, 1)
     logits = torch.from_numpy(values).to(dtype)

@@ -25,7 +25,6 @@ from triton_kernels.layers.activation import silu_mul_reference
 from triton_kernels.layers.kv_write import kv_write_reference
 from triton_kernels.layers.norm import rms_norm_reference
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     GREEDY,
     Distributions,
     DraftTokens,
@@ -120,12 +119,11 @@ def _draw(
 
 
 def _verify(
-    batch: LogitsBatch, starts: Tensor, proposals: Proposals | None, *, filtered: bool, blocks: bool
+    batch: LogitsBatch, starts: Tensor, proposals: Proposals | None, *, filtered: bool
 ) -> VerifyOutput:
     """Verify by the reference; `verify_reference` does not support slots without logits or padding
     rows."""
     modes, requests = batch.requests.modes, batch.requests
-    assert blocks >= bool(((modes == BLOCK) & (batch.drafts.counts > 0)).any())
     filters = (
         (requests.top_k < batch.logits.shape[1])
         | (requests.top_p < torch.inf)

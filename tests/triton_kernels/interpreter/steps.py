@@ -92,20 +92,20 @@ class Step(NamedTuple):
         *,
         tile: Tile | None = None,
         split_tokens: int = 32,
-        most_partials: int = 64,
+        max_partials: int = 64,
         **options: Any,
     ) -> WorkList:
         """Plan the step, with memory that is NaN until it is written."""
         tile = tile or TILES[self.q.dtype]
-        partials = Partials.allocate(most_partials, self.heads, tile, "cpu")
+        partials = Partials.allocate(max_partials, self.heads, tile, "cpu")
         partials.sums.fill_(float("nan"))
         partials.stats.fill_(float("nan"))
         work = WorkList.allocate(
             partials,
             self.heads,
             tile,
-            most_tokens=len(self.q),
-            most_sequences=len(self.contexts),
+            max_tokens=len(self.q),
+            max_sequences=len(self.contexts),
             split_tokens=split_tokens,
             **options,
         )

@@ -95,16 +95,16 @@ def test_bits_of_a_token_are_its_own(dtype: torch.dtype, window: int | None) -> 
     assert items == ([3, 3, 2, 2, 2] if window is None else [2, 2, 2, 2, 2])
 
 
-@pytest.mark.parametrize("most_partials, num_programs", [(1, 11), (7, 1)])
-def test_bits_do_not_depend_on_who_computes_what(most_partials: int, num_programs: int) -> None:
+@pytest.mark.parametrize("max_partials, num_programs", [(1, 11), (7, 1)])
+def test_bits_do_not_depend_on_who_computes_what(max_partials: int, num_programs: int) -> None:
     """Bits do not depend on memory for partial results either: one program folds what does not
     fit."""
     step = Step.make(MIXED, SMALL)
     expected = step.run(step.work())
-    work = step.work(most_partials=most_partials)
+    work = step.work(max_partials=max_partials)
     assert torch.equal(step.run(work, num_programs=num_programs), expected)
     parts = work.items[: int(work.num_items), kernel.PARTS.value]
-    assert bool((parts > 1).any()) == (most_partials > 1)
+    assert bool((parts > 1).any()) == (max_partials > 1)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -115,7 +115,7 @@ def test_balanced_parts(programs: int, window: int | None) -> None:
     step = Step.make(MIXED, SMALL)
     room = balanced_partials(programs, SMALL)
     work = step.work(
-        tile=tile, split_tokens=16, most_partials=room, balanced=programs, window=window
+        tile=tile, split_tokens=16, max_partials=room, balanced=programs, window=window
     )
     assert error(step.run(work), step.reference(window=window)) < TOLERANCE[torch.float32]
     parts = work.items[: int(work.num_items), kernel.PARTS.value]
@@ -136,8 +136,8 @@ def test_balanced_parts_always_have_memory() -> None:
                 Partials.allocate(places, SMALL, tile, "cpu"),
                 SMALL,
                 tile,
-                most_tokens=count,
-                most_sequences=count,
+                max_tokens=count,
+                max_sequences=count,
                 split_tokens=64,
                 balanced=programs,
             )
@@ -247,7 +247,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         plan(more.starts, more.contexts, work)
     other = Partials.allocate(1, SMALL, Tile(64, 16, 4, 1), "cpu")
     with pytest.raises(ValueError, match=r"^partials: "):
-        WorkList.allocate(other, SMALL, work.tile, most_tokens=1, most_sequences=1, split_tokens=32)
+        WorkList.allocate(other, SMALL, work.tile, max_tokens=1, max_sequences=1, split_tokens=32)
     bad = {
         "q": step._replace(q=step.q[..., :8]),
         "k_pages": step._replace(k_pages=step.k_pages[:, :8], v_pages=step.v_pages[:, :8]),

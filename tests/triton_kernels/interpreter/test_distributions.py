@@ -15,7 +15,6 @@ from tests.triton_kernels.sampling_reference import sample_reference, shaped_log
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import distributions, launch, order
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     GREEDY,
     REJECTION,
@@ -173,7 +172,7 @@ def rows_with(logits: Tensor, mode: int, top_k: int, top_p: float, min_p: float)
 
 
 @pytest.mark.parametrize("tiling", [SMALL, SHORT])
-@pytest.mark.parametrize("mode", [COUPLED, REJECTION, BLOCK])
+@pytest.mark.parametrize("mode", [COUPLED, REJECTION])
 def test_ties_of_a_flat_row_stay_up_to_an_id(mode: int, tiling: Tiling) -> None:
     """The filters are half of the mass, a number of tokens, both, and tokens as likely as the
     best."""

@@ -103,8 +103,6 @@ SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.4, "logit_bias": {7: 3.0, 9: -4.0}},
     {"verification": "rejection", "allowed_token_ids": tuple(range(0, 64, 2))},
     {"banned_token_ids": (46, 38), "presence_penalty": 1.0, "max_lookahead": 0},
-    {"verification": "block", "max_tokens": 16},
-    {"verification": "block", "max_tokens": 16, "top_k": 20, "frequency_penalty": 0.4},
 ]
 
 
@@ -144,7 +142,6 @@ def test_all_kernels_together() -> None:
         make_request(
             "rejection", range(9, 12), max_tokens=3, temperature=0.7, verification="rejection"
         ),
-        make_request("block", range(20, 24), max_tokens=4, temperature=0.8, verification="block"),
     ]
     _, seen = run_twins(
         requests,
@@ -153,7 +150,7 @@ def test_all_kernels_together() -> None:
         lookahead="fixed:2",
         arrivals=[0, 1, 1],
         max_num_seqs=3,
-        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=4, split_tokens=16),
+        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, max_partials=4, split_tokens=16),
     )
     happened(seen, "accepted", "mixed steps")
 

@@ -113,7 +113,7 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
         )
         kept = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
         before, live.most = live.now, live.now
-        logits = executor.target_pass.most_logits
+        logits = executor.target_pass.max_logits
         rows = limits.max_num_seqs if drafts else 0
         features = SamplingFeatures(
             shaped=True, rejection_sampled=draft is not None, blocks=draft is not None
@@ -123,7 +123,7 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
         executor.target_pass.find_logits(executor.queue, logits)
         executor.target_pass.decide(executor.queue, logits, features)
         if executor.draft_passes is not None:
-            tokens = limits.most_catch_up
+            tokens = limits.max_catch_up
             executor.draft_passes.run(executor.queue, tokens, tokens, rows, 2, True)
         peak = live.most - before
     counted = step_memory_bytes(target.decoder, draft, limits)

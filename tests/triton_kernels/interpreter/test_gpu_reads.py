@@ -27,7 +27,6 @@ META = torch.device("meta")
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "rejection": {"verification": "rejection"},
-    "blocks": {"verification": "block"},
     "shaped": {"verification": "coupled", "frequency_penalty": 0.4, "top_k": 5},
     "log probabilities": {"logprobs": 3},
     "processed": {"logprobs": 2, "logprobs_mode": "processed", "presence_penalty": 0.5},
@@ -53,7 +52,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> GpuExecutor:
         max_sequence_tokens=64,
         max_num_batched_tokens=16,
         max_drafts=3,
-        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, most_partials=2),
+        tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, max_partials=2),
     )
 
 

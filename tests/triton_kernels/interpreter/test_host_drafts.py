@@ -95,7 +95,7 @@ def test_chains_draft_what_they_do_on_a_cpu() -> None:
 
 SAMPLED = [
     {"verification": verification, "temperature": 0.3, "max_tokens": 8}
-    for verification in ("rejection", "block", "coupled")
+    for verification in ("rejection", "coupled")
 ]
 
 

@@ -32,7 +32,6 @@ from tests.triton_kernels.toy_models import ToyModels, chain_models
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     REJECTION,
     Distributions,
@@ -47,7 +46,7 @@ from triton_kernels.sampling.inputs import (
 from triton_kernels.verification.kernel import verify_logits
 
 TILING = SMALL if INTERPRETED else launch.TILING
-CODES = {"coupled": COUPLED, "rejection": REJECTION, "block": BLOCK}
+CODES = {"coupled": COUPLED, "rejection": REJECTION}
 COUNT = 40_000
 ALL = pytest.mark.parametrize("mode", list(MODES))
 needs_device = pytest.mark.skipif(INTERPRETED, reason="needs --device cuda: 40,000 sequences")
@@ -99,8 +98,7 @@ class KernelDecoder(Decoder):
         of_rows, starts = rows_of(k, int((k + 1).sum()))
         logits = self.models.target[grid[of_rows.requests.long(), of_rows.depths.long()]].log()
         batch = LogitsBatch(logits, of_rows, requests, Noise(*rows), drafts, None)
-        blocks = self.code == BLOCK
-        result = verify_logits(batch, starts, proposals, TILING, filtered=False, blocks=blocks)
+        result = verify_logits(batch, starts, proposals, TILING, filtered=False)
         assert bool((result.finite == 1).all())
         return Verdict(result.num_accepted.long(), result.next_tokens.long())
 

@@ -26,7 +26,6 @@ from triton_kernels.noise import device as noise_device
 from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, order
 from triton_kernels.sampling.inputs import (
-    BLOCK,
     COUPLED,
     REJECTION,
     DraftTokens,
@@ -38,8 +37,8 @@ from triton_kernels.sampling.inputs import (
     rows_of,
 )
 from triton_kernels.sampling.launch import CompileOptions, Tiling
-from triton_kernels.verification import block_kernel, residual
 from triton_kernels.verification import kernel as verify_logits
+from triton_kernels.verification import residual
 from triton_kernels.verification.kernel import VerifyOutput
 from triton_kernels.verification.kernel import verify_logits as verify
 
@@ -49,13 +48,11 @@ pytestmark = [
 ]
 
 
-def decide(
-    batch: LogitsBatch, proposals: Proposals | None, tiling: Tiling = SMALL, *, blocks: bool = True
-) -> VerifyOutput:
+def decide(batch: LogitsBatch, proposals: Proposals | None, tiling: Tiling = SMALL) -> VerifyOutput:
     """Verify without changing the logits."""
     batch = batch._replace(logits=batch.logits.clone())
     starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
-    return verify(batch, starts, proposals, tiling, filtered=True, blocks=blocks)
+    return verify(batch, starts, proposals, tiling, filtered=True)
 
 
 def differing(batch: LogitsBatch, proposals: Proposals | None) -> int:
@@ -81,7 +78,7 @@ def test_hundreds_of_filtered_rows_are_those_of_the_reference() -> None:
     for mine, reference in zip(verdict, verify_reference(batch, proposals), strict=True):
         assert torch.equal(mine.long(), reference)
     counts, accepted = batch.drafts.counts, verdict.num_accepted
-    for mode in (COUPLED, REJECTION, BLOCK):
+    for mode in (COUPLED, REJECTION):
         for certain in (0, 1):
             of = (batch.requests.modes == mode) & (proposals.certain == certain)
             assert (of & (accepted == counts) & (counts > 1)).any() and (of & (counts == 0)).any()
@@ -120,7 +117,7 @@ def test_rows_of_padding_change_nothing() -> None:
     rows, starts = rows_of(batch.drafts.counts.long(), count + 5)
     padded = torch.cat((batch.logits, torch.full((5, 30), torch.nan)))
     padded_batch = batch._replace(logits=padded, rows=rows)
-    padded_verdict = verify(padded_batch, starts, None, SMALL, filtered=False, blocks=True)
+    padded_verdict = verify(padded_batch, starts, None, SMALL, filtered=False)
     for mine, plain in zip(padded_verdict, decide(batch, None), strict=True):
         assert torch.equal(mine, plain)
 
@@ -140,11 +137,11 @@ def test_equal_distributions_leave_no_residual_and_still_a_token(
     monkeypatch.setattr(verify_logits, "ratio_accepts", never)
     ratio = (batch.requests.modes == REJECTION) & (batch.drafts.counts > 0)
     ratio &= proposals.certain == 0
-    tokens = decide(batch, proposals, blocks=False).next_tokens[ratio]
+    tokens = decide(batch, proposals).next_tokens[ratio]
     plain = batch._replace(drafts=batch.drafts._replace(counts=0 * batch.drafts.counts))
     monkeypatch.setattr(order, "BONUS", order.RESIDUAL)
     starts = rows_of(batch.drafts.counts.long(), len(batch.logits))[1]
-    drawn = verify(plain, starts, None, SMALL, filtered=False, blocks=False).next_tokens
+    drawn = verify(plain, starts, None, SMALL, filtered=False).next_tokens
     assert torch.equal(tokens, drawn[ratio])
     assert ratio.sum() > 5
 
@@ -172,16 +169,6 @@ def no_filter(requests, request, vocab):
     return vocab < 0
 
 
-@triton.jit
-def by_the_ratio_alone(u, mass, ratio):
-    return u <= ratio
-
-
-@triton.jit
-def of_this_draft_alone(weight, q):
-    return 1.0
-
-
 right_race_of = order.race_of
 
 
@@ -193,9 +180,6 @@ def every_row_races(batch, certain_ptr, request, depth, purpose, drawn):
 
 
 BROKEN = [
-    (block_kernel, "coin_accepts", by_the_ratio_alone),
-    (verify_logits, "joint_ratio", of_this_draft_alone),
-    (block_kernel, "DEPTH_STEP", tl.constexpr(0)),
     (residual, "residual_of", no_residual),
     (residual, "RESIDUAL", verify_logits.ACCEPT),
     (order, "RESIDUAL", verify_logits.ACCEPT),
@@ -206,10 +190,10 @@ BROKEN = [
 
 @functools.cache
 def weighed() -> tuple[LogitsBatch, Proposals, tuple[Tensor, ...]]:
-    """Return requests by rejection and in blocks, in turn, and the verdict of the reference."""
+    """Return requests by rejection, and the verdict of the reference."""
     rng = np.random.default_rng(24)
     batch, _ = random_batch(rng, 44, 24, shaped=False)
-    modes = torch.tensor([REJECTION, BLOCK], dtype=torch.int32).repeat(22)
+    modes = torch.full((44,), REJECTION, dtype=torch.int32)
     batch = batch._replace(requests=batch.requests._replace(modes=modes))
     batch, proposals = proposals_for(rng, batch)
     return batch, proposals, verify_reference(batch, proposals)

@@ -210,7 +210,6 @@ class Drafting:
         where = self.table.noise_rows(slots, positions)
         coupled = self.table.coupled[slots]
         purposes = np.where(coupled, noise.COUPLED, noise.DRAFT)
-        purposes += noise.DEPTH_STEP * depth * self.table.in_blocks[slots]
         tokens[at] = draw(q, where, torch.from_numpy(purposes), ids).numpy()
         if np.count_nonzero(coupled):  # coupled drafts are verified without q
             keep = np.flatnonzero(~coupled)
