@@ -43,8 +43,7 @@ from rich.progress import track
 
 from bench.failures import Failures
 from bench.load.client.answer import AnswerReader
-from bench.load.client.bodies import COMPLETIONS
-from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
+from bench.load.client.call import COMPLETIONS, CallError, Failure, LiveTally, TimedCall
 from bench.load.client.http import Endpoint, HttpClient
 from bench.report import print_report
 from cbatch.cli.parser import CommandParser
@@ -166,7 +165,7 @@ async def _answering(endpoint: Endpoint, process: subprocess.Popen[bytes] | None
             raise ChildProcessError("the server ended")
         status, problem = _LOADING, ""
         try:
-            status, raw = await client.get("/v1/models")
+            status, raw = await client.request("GET", "/v1/models")
             problem = f"GET /v1/models: {status}: {raw[:2000].decode(errors='replace')}"
             if status == 200:
                 return Server(endpoint, json.loads(raw)["data"][0]["id"])

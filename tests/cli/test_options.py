@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.load.cli.options import LoadOptions
-from bench.load.cli.workload_options import Workload
-from bench.load.run.runner import OfferedLoad
+from bench.load.run.options import LoadOptions
+from bench.load.cli.workload import Workload
+from bench.load.run.options import OfferedLoad
 from cbatch.cli.main import make_parser
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import fields_of, read_settings

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.load.cli.options import LoadOptions
+from bench.load.run.options import LoadOptions
 from cbatch.cli.main import main
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import fields_of, settings_of

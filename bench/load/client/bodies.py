@@ -1,20 +1,142 @@
-"""Request bodies. A later turn of a conversation contains the server's answers to earlier turns."""
+"""Request bodies and their prompts. Prompts of a given number of tokens are cut from a corpus of
+real text: with random tokens, drafts would be accepted less often than in real use. A later turn of
+a conversation contains the server's answers to earlier turns."""
 
 from __future__ import annotations
 
-from typing import Any
+import sysconfig
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
-from bench.load.client.call import TimedCall
-from bench.load.client.text import PromptCutter, PromptText
+from bench.load.client.call import CHAT, COMPLETIONS, CallError, TimedCall
+from bench.load.client.http import HttpClient
+from cbatch.core.request.errors import FieldError
+from sim.workload.tokens import mix
+from sim.workload.traces.files import read_whole
 from sim.workload.traces.request import TraceRequest
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS, MAX_COMPLETION_TOKENS = "max_tokens", "max_completion_tokens"
-CHUNK_USAGE = "continuous_usage_stats"
 _encode = msgspec.json.Encoder().encode
 Messages = list[dict[str, Any]]
+CORPUS_CHARS = 200_000  # length of the default corpus.
+CHARS_PER_TOKEN, SAMPLE_CHARS = 4.0, 2000  # assumed, and length of the prompt that measures it
+PIECE_CHARS = 100_000  # characters per /tokenize request
+
+# Modules of the standard library whose source is the default corpus.
+_MODULES = (
+    *("argparse", "ast", "calendar", "csv", "difflib", "doctest", "enum", "fractions", "inspect"),
+    *("ipaddress", "mailbox", "pdb", "pickle", "tarfile", "textwrap", "zipfile"),
+)
+
+# Errors if a server does not answer as expected.
+_NO_ANSWER = (CallError, ValueError, LookupError, TypeError, ZeroDivisionError)
+TextOrIds = TypeVar("TextOrIds", str, tuple[int, ...])
+
+
+class PromptText(msgspec.Struct, frozen=True):
+    """A corpus. `ids` are the tokens of `text`, or None if the server has no /tokenize;
+    `chars_per_token` is an average."""
+
+    text: str
+    chars_per_token: float
+    ids: tuple[int, ...] | None = None
+
+    def text_of(self, key: int, tokens: int) -> str:
+        """Return a slice of about `tokens` tokens, at a position that depends on `key`."""
+        return _cut(self.text, key, max(1, round(tokens * self.chars_per_token)))
+
+    def ids_of(self, key: int, tokens: int) -> list[int]:
+        """Return exactly `tokens` token ids, at a position that depends on `key`; needs `ids`."""
+        assert self.ids is not None
+        return list(_cut(self.ids, key, tokens))
+
+
+class PromptCutter:
+    """Makes prompts for requests that only have lengths and ids of shared blocks (`hash_ids`)."""
+
+    def __init__(self, corpus: PromptText, seed: int, *, as_ids: bool) -> None:
+        self._corpus, self._seed, self._as_ids = corpus, seed, as_ids
+
+    def prompt(self, index: int, request: TraceRequest) -> str | list[int]:
+        """Return the prompt, as text or token ids. Blocks with the same hash id have the same
+        tokens in all requests; the rest differs from request to request."""
+        hash_ids = request.hash_ids or ()
+        size = request.hash_block_tokens or 1
+        shared_tokens = min(len(hash_ids) * size, request.prompt_tokens)
+        pieces = [
+            (mix(self._seed, 2 * hash_id), min(size, shared_tokens - block * size))
+            for block, hash_id in enumerate(hash_ids)
+            if shared_tokens > block * size
+        ]
+        if shared_tokens < request.prompt_tokens:
+            pieces.append((mix(self._seed, 2 * index + 1), request.prompt_tokens - shared_tokens))
+        if self._as_ids:
+            return [token for piece in pieces for token in self._corpus.ids_of(*piece)]
+        return "".join(self._corpus.text_of(*piece) for piece in pieces)
+
+    def message(self, index: int, tokens: int) -> str:
+        return self._corpus.text_of(mix(self._seed, 2 * index + 1), tokens)
+
+
+def load_text(path: Path | None) -> str:
+    """Return the text of a file, or by default source code of Python's standard library. Raises
+    `FieldError`."""
+    if path is not None:
+        try:
+            text = read_whole(path).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise FieldError("--text", f"{path}: {error}", "name a UTF-8 file") from error
+        if len(text) < 1000:
+            raise FieldError("--text", f"{path} has {len(text)} characters", "give a longer text")
+        return text
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    sources = [folder / f"{name}.py" for name in _MODULES]
+    text = "".join(each.read_text(encoding="utf-8") for each in sources if each.is_file())
+    if not text:
+        raise FieldError("--text", "this Python has no source files", "name a text file")
+    return text[:CORPUS_CHARS]
+
+
+async def open_corpus(client: HttpClient, model: str, text: str, *, chat: bool) -> PromptText:
+    """Tokenize `text` by the server's /tokenize, which vLLM and cbatch have. On other servers
+    prompts are cut by characters, at the ratio that the usage of a short call shows."""
+    ids: list[int] = []
+    try:
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            body = {"model": model, "prompt": piece, "add_special_tokens": False}
+            answer = await _ask(client, "/tokenize", body)
+            ids += msgspec.convert(answer["tokens"], list[int])
+        return PromptText(text, len(text) / len(ids), tuple(ids))
+    except _NO_ANSWER:
+        pass
+    sample = text[:SAMPLE_CHARS]
+    prompt = {"messages": [{"role": "user", "content": sample}]} if chat else {"prompt": sample}
+    try:
+        body = {"model": model, "max_tokens": 1} | prompt
+        answer = await _ask(client, CHAT if chat else COMPLETIONS, body)
+        return PromptText(text, len(sample) / answer["usage"]["prompt_tokens"])
+    except _NO_ANSWER:
+        return PromptText(text, CHARS_PER_TOKEN)
+
+
+async def _ask(client: HttpClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of an answer. Raises an error of `_NO_ANSWER`."""
+    status, raw = await client.request("POST", path, msgspec.json.encode(body))
+    if status != 200:
+        raise ValueError(f"{path} returned {status}")
+    return msgspec.json.decode(raw, type=dict[str, Any])
+
+
+def _cut(whole: TextOrIds, key: int, length: int) -> TextOrIds:
+    """Return a slice that starts at `key` modulo the length of `whole`, and wraps around."""
+    start = key % len(whole)
+    piece = whole[start : start + length]
+    while len(piece) < length:
+        piece += whole[: length - len(piece)]
+    return piece
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -34,7 +156,6 @@ class BodySettings(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool
     fields: dict[str, Any]  # fields of every call
     chunk_usage: bool = True  # ask for usage in every chunk, not only in the last
-    left_out: tuple[str, ...] = ()  # parts that the server rejects (`refusals.PARTS`)
     ignore_eos: bool = False
     items: tuple[Item, ...] = ()
     corpus: PromptText | None = None
@@ -54,19 +175,19 @@ class Bodies:
     def __init__(self, settings: BodySettings) -> None:
         self._settings = settings
         self.path = CHAT if settings.chat else COMPLETIONS
-        self._common: dict[str, Any] = {"model": settings.model} | settings.fields
+        self._common: dict[str, Any] = {"model": settings.model}
         if settings.streamed:
             usage = {"include_usage": True}
-            if settings.chunk_usage and CHUNK_USAGE not in settings.left_out:
-                usage[CHUNK_USAGE] = True
+            usage |= {"continuous_usage_stats": True} if settings.chunk_usage else {}
             self._common |= {"stream": True, "stream_options": usage}
         if settings.ignore_eos:
             self._common["ignore_eos"] = True
+        self._common |= settings.fields
         self._ids: PromptCutter | None = None
         self._texts: PromptCutter | None = None
         if (corpus := settings.corpus) is not None:
             self._texts = PromptCutter(corpus, settings.seed, as_ids=False)
-            if corpus.ids is not None and not settings.chat and "prompt" not in settings.left_out:
+            if corpus.ids is not None and not settings.chat:
                 self._ids = PromptCutter(corpus, settings.seed, as_ids=True)
         # By session: messages so far, and their planned number of tokens.
         self._transcripts: dict[str, tuple[Messages, int]] = {}
@@ -85,11 +206,8 @@ class Bodies:
         else:
             fields |= self._turn(index, request, session)
         max_tokens = fields.get(MAX_COMPLETION_TOKENS, fields[MAX_TOKENS])
-        if MAX_TOKENS in self._settings.left_out or MAX_COMPLETION_TOKENS in fields:
+        if MAX_COMPLETION_TOKENS in fields:
             del fields[MAX_TOKENS]
-            fields[MAX_COMPLETION_TOKENS] = max_tokens
-        for name in {*self._settings.left_out} - {"prompt"}:
-            fields.pop(name, None)
         call = TimedCall(index, request.arrival_s, request.prompt_tokens, max_tokens)
         call.ignore_eos = bool(fields.get("ignore_eos"))
         call.session = request.session

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # "chunks": the server sent no usage, and each chunk with output counts as a token.
 TokenSource = Literal["per chunk usage", "usage", "chunks", "none"]
 

@@ -67,17 +67,12 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     def message(self, method: str, path: str, body: bytes, key: str | None) -> bytes:
         """Return the bytes of a request."""
-        lines = [
-            f"{method} {self.prefix}{path} HTTP/1.1",
-            f"Host: {self.authority}",
-            "Accept: */*",
-            "User-Agent: cbatch-bench",
-        ]
-        if key is not None:
-            lines.append(f"Authorization: Bearer {key}")
+        head = f"{method} {self.prefix}{path} HTTP/1.1\r\nHost: {self.authority}\r\nAccept: */*\r\n"
+        head += "User-Agent: cbatch-bench\r\n"
+        head += "" if key is None else f"Authorization: Bearer {key}\r\n"
         if method == "POST":
-            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        return "\r\n".join([*lines, "", ""]).encode() + body
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        return head.encode() + b"\r\n" + body
 
 
 class AnswerSink(Protocol):
@@ -95,13 +90,11 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
+        self._transport: Any = None
         self._reader: AnswerSink | None = None
         self._ended: asyncio.Future[None] | None = None
         self._parser: Any = None
-        self.now_s = 0.0
-        self.idle_since_s = 0.0
+        self.now_s = 0.0  # time of the last data
         self.no_data_yet = True  # no byte of the current response has arrived
         self._head: bytes | None = None  # bytes before it is known if a response is interim
         self._has_length = False
@@ -113,8 +106,7 @@ class Connection(asyncio.Protocol):
 
     async def exchange(self, message: bytes, reader: AnswerSink) -> None:
         """Send a request and pass the whole response to `reader`. Raises `CallError`."""
-        assert self._transport is not None
-        self._reader, self._ended = reader, self._loop.create_future()
+        self._reader, self._ended = reader, asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self.no_data_yet, self._has_length, self._until_close = True, False, False
         self._head = b""
@@ -134,7 +126,7 @@ class Connection(asyncio.Protocol):
     # -- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         self.now_s = self._clock()
@@ -146,6 +138,8 @@ class Connection(asyncio.Protocol):
             data = self._without_interim(self._head + data)
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:  # an exception of a callback
+            self._fail(error.__context__)
         except httptools.HttpParserError as error:
             self._fail(CallError(Failure.MALFORMED, f"not HTTP: {error}"))
 
@@ -153,9 +147,11 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._ended is None or self._ended.done():
             return
-        self.now_s = self._clock()
         if self._until_close and exc is None:
-            self.on_message_complete()
+            try:
+                self.on_message_complete()
+            except CallError as error:
+                self._fail(error)
         else:
             when = "without an answer" if self.no_data_yet else "in the middle of the answer"
             self._fail(CallError(Failure.CUT, f"the connection ended {when}"))
@@ -171,45 +167,32 @@ class Connection(asyncio.Protocol):
         self._head = None
         return data
 
-    # -- called by the parser
+    def _fail(self, error: BaseException | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(error or CallError(Failure.MALFORMED, "not HTTP"))
+        self.close()
+
+    # -- called by the parser, which passes an exception on
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
+        assert self._reader is not None
         self._until_close = not self._has_length
-        self._notify(lambda reader: reader.begin(self._parser.get_status_code()))
+        self._reader.begin(self._parser.get_status_code())
 
     def on_body(self, body: bytes) -> None:
         if self._reader is not None:
-            try:
-                self._reader.read(body, self.now_s)
-            except CallError as error:
-                self._fail(error)
+            self._reader.read(body, self.now_s)
 
     def on_message_complete(self) -> None:
-        self._notify(lambda reader: reader.end(self.now_s))
-        ended = self._ended
-        if ended is None or ended.done():
-            return
-        ended.set_result(None)
-        self.idle_since_s = self.now_s
-        if not self._parser.should_keep_alive():
-            self.close()
-
-    def _notify(self, event: Callable[[AnswerSink], None]) -> None:
-        if self._reader is not None:
-            try:
-                event(self._reader)
-            except CallError as error:
-                self._fail(error)
-
-    def _fail(self, error: CallError) -> None:
-        self._reader = None
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_exception(error)
-        self.close()
+        if self._reader is not None and self._ended is not None:
+            self._reader.end(self.now_s)
+            self._ended.set_result(None)
+            if not self._parser.should_keep_alive():
+                self.close()
 
 
 class HttpClient:
@@ -250,26 +233,21 @@ class HttpClient:
         if connection.is_open:
             self._idle.append(connection)
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Return status and body. Raises `CallError`."""
-        return await self.request("GET", path, b"")
-
-    async def request(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Return status and body. Raises `CallError`."""
         response = _Response()
         await self.call(method, path, body, response)
-        return response.status, b"".join(response.pieces)
+        return response.status, response.body
 
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
     def _take_idle(self) -> Connection | None:
-        """Return the most recently used idle connection, so that surplus connections expire, or
-        None."""
+        """Return the most recently used idle connection, so that surplus connections expire."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and self._clock() - connection.idle_since_s < IDLE_S:
+            if connection.is_open and self._clock() - connection.now_s < IDLE_S:
                 return connection
             connection.close()
         return None
@@ -278,10 +256,7 @@ class HttpClient:
         loop, endpoint = asyncio.get_running_loop(), self.endpoint
         try:
             _, connection = await loop.create_connection(
-                lambda: Connection(self._clock),
-                endpoint.host,
-                endpoint.port,
-                ssl=self._tls,
+                lambda: Connection(self._clock), endpoint.host, endpoint.port, ssl=self._tls
             )
         except TimeoutError:
             raise
@@ -292,14 +267,12 @@ class HttpClient:
 
 
 class _Response:
-    def __init__(self) -> None:
-        self.status = 0
-        self.pieces: list[bytes] = []
+    status, body = 0, b""
 
     def begin(self, status: int) -> None:
         self.status = status
 
     def read(self, piece: bytes, now_s: float) -> None:
-        self.pieces.append(piece)
+        self.body += piece
 
     def end(self, now_s: float) -> None: ...

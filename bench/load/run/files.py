@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from bench.load.client.call import TimedCall
-from bench.load.run.measure import records
+from bench.load.run.measure import read_times, records
 from bench.load.run.report import Measured, MeasuredRecord, ServerCounters, ServerSample
-from bench.load.run.runner import OfferedLoad
 from bench.load.run.sweep import Point
-from sim.report.page.view import PageCollector, RunView, write_page
+from sim.report.page.view import PageCollector, write_page
 from sim.report.report import Spread
 from sim.report.timeline import INTERVALS, Series
 
@@ -25,40 +24,34 @@ Cell = float | int | str | None
 def write_csv(path: Path, points: Sequence[Point]) -> None:
     """Write the CSV file. Columns have the names of the JSON report; a spread has a column per
     figure, such as `ttft_s.p50`. Missing values are empty."""
-    rows = [row_of(point) for point in points]
+    rows = []
+    for load, _, report in points:
+        row: dict[str, Cell] = {**load.as_settings(), **_number_columns(report)}
+        row["failed"] = sum(report.errors.values())
+        row["goodput_share"] = None if report.goodput is None else report.goodput.share
+        row |= {f"met.{name}": share for name, share in report.attainment.items()}
+        row["client_cpu_share"] = report.client.cpu_share
+        if report.server is not None:
+            row |= {f"server.{name}": n for name, n in _number_columns(report.server).items()}
+        rows.append(row)
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, fieldnames=list(dict.fromkeys(n for r in rows for n in r)))
         table.writeheader()
         table.writerows(rows)
 
 
-def row_of(point: Point) -> dict[str, Cell]:
-    report = point.report
-    row: dict[str, Cell] = dict(point.load.as_settings())
-    row |= _cells(report)
-    row["failed"] = sum(report.errors.values())
-    row["goodput_share"] = None if report.goodput is None else report.goodput.share
-    row |= {f"met.{name}": share for name, share in report.attainment.items()}
-    row["client_cpu_share"] = report.client.cpu_share
-    if report.server is not None:
-        row |= {f"server.{name}": value for name, value in _cells(report.server).items()}
-    return row
-
-
 def write_points(path: Path, title: str, points: Sequence[Point]) -> None:
-    """Write a page with a run per load."""
-    write_page(path, title, [view(point) for point in points])
-
-
-def view(point: Point) -> RunView:
-    """Return a load's run for the page. Repeats have no series over time."""
-    collector = PageCollector()
-    for record in records(point.runs):
-        if isinstance(record, MeasuredRecord):
-            collector(record)
-    run = point.runs[0]
-    series = series_of(run.calls, run.server_samples) if len(point.runs) == 1 else None
-    return collector.view(_name(point.load), point.report, series)
+    """Write a page with a run per load. A load that was run several times has no time series."""
+    views = []
+    for load, runs, report in points:
+        collector = PageCollector()
+        for record in records(runs):
+            if isinstance(record, MeasuredRecord):
+                collector(record)
+        series = series_of(runs[0].calls, runs[0].server_samples) if len(runs) == 1 else None
+        words = [f"{name} {n:g}" for name, n in load.as_settings().items() if n is not None]
+        views.append(collector.view(", ".join(words) or "trace", report, series))
+    write_page(path, title, views)
 
 
 def series_of(calls: Sequence[TimedCall], samples: Sequence[ServerSample] = ()) -> Series | None:
@@ -72,25 +65,25 @@ def series_of(calls: Sequence[TimedCall], samples: Sequence[ServerSample] = ()) 
     length_s = float(edges_s[1] - edges_s[0])
     if length_s <= 0:
         return None
+    names = ("drafted_tokens", "accepted_tokens", "prompt_tokens", "prefix_hit_tokens")
+    drafted, accepted, prompts, hits = (_growth(samples, name, edges_s) for name in names)
     unknown: list[float | None] = [None] * INTERVALS
-    drafted, accepted = (
-        _growth(samples, name, edges_s) for name in ("drafted_tokens", "accepted_tokens")
-    )
     acceptance = unknown
     if drafted is not None and accepted is not None:
         pairs = zip(drafted.tolist(), accepted.tolist(), strict=True)
         acceptance = [float(f"{a / d:.5g}") if d > 0 else None for d, a in pairs]
-    prompts = _growth(samples, "prompt_tokens", edges_s)
-    hits = _growth(samples, "prefix_hit_tokens", edges_s)
     if prompts is not None and hits is not None:
         prompts = np.maximum(prompts - hits, 0.0)
+    stamps_s, tokens = read_times(good)
+    sent_s, end_s = np.array([(call.sent_s, call.end_s) for call in calls]).T
+    in_flight_s = [(np.clip(edge_s, sent_s, end_s) - sent_s).sum() for edge_s in edges_s]
     return Series(
         first_s=first_s,
         length_s=length_s,
-        running=_rounded(np.diff(_seconds_in_flight(calls, edges_s)) / length_s),
+        running=_rounded(np.diff(in_flight_s) / length_s),
         waiting=_level(samples, "waiting", edges_s) or unknown,
         kv_share=_level(samples, "kv_share", edges_s) or unknown,
-        output_tokens_per_s=_rounded(_tokens(good, edges_s) / length_s),
+        output_tokens_per_s=_rounded(np.histogram(stamps_s, edges_s, weights=tokens)[0] / length_s),
         prompt_tokens_per_s=unknown if prompts is None else _rounded(prompts / length_s),
         step_s=unknown,
         drafted_per_row=unknown,
@@ -99,25 +92,6 @@ def series_of(calls: Sequence[TimedCall], samples: Sequence[ServerSample] = ()) 
 
 
 # -- inside
-
-
-def _name(load: OfferedLoad) -> str:
-    words = [f"{name} {value:g}" for name, value in load.as_settings().items() if value is not None]
-    return ", ".join(words) or "trace"
-
-
-def _tokens(good: Sequence[TimedCall], edges_s: np.ndarray) -> np.ndarray:
-    """Return the tokens received in each interval, float64. A response that was not streamed counts
-    at its end."""
-    stamps_s = [s for call in good for s in (call.chunk_s or [call.end_s])]
-    tokens = [n for c in good for n in (c.tokens_by_read() if c.chunk_s else [c.output_tokens])]
-    return np.histogram(stamps_s, edges_s, weights=np.asarray(tokens, np.float64))[0]
-
-
-def _seconds_in_flight(calls: Sequence[TimedCall], edges_s: np.ndarray) -> np.ndarray:
-    """Return the total time in flight of all calls until each edge, in seconds."""
-    sent_s, end_s = np.array([(call.sent_s, call.end_s) for call in calls]).T
-    return np.array([(np.clip(edge_s, sent_s, end_s) - sent_s).sum() for edge_s in edges_s])
 
 
 def _level(
@@ -147,7 +121,7 @@ def _rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
-def _cells(report: Measured | ServerCounters) -> dict[str, Cell]:
+def _number_columns(report: Measured | ServerCounters) -> dict[str, Cell]:
     """Return the numbers of a report, and the figures of its spreads, by column."""
     row: dict[str, Cell] = {}
     for name in report.__struct_fields__:

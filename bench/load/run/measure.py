@@ -22,9 +22,9 @@ from bench.load.run.report import (
     MeasuredRecord,
     ServerCounters,
     ServerSample,
+    Steady,
 )
 from bench.load.run.scrape import COUNTER_NAMES
-from bench.load.run.steady import in_flight, is_saturated, steady_of
 from bench.report import student95
 from cbatch.system.machine import describe_machine, describe_versions
 from sim.report.report import Goodput, Objectives, Refused, Spread
@@ -33,10 +33,12 @@ BUSY_SHARE = 0.8  # share of a core; the report warns of a client that uses more
 LATE_S = 0.01  # delay beyond which a send is late.
 MIN_IN_TIME = 0.98  # share of sends in time; the report warns of an open loop with less.
 REFUSALS = (400, 413, 422)  # statuses of calls that the report lists as `refused`
-
 # Measures with a confidence interval.
 ESTIMATED = ("requests_per_s", "output_tokens_per_s")
 ESTIMATED_SPREADS = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+MIN_CALLS = 20  # minimum of calls in a steady window; with fewer there is no window.
+SATURATED_SHARE = 0.1  # an open loop is saturated if more of its calls outlast the window
+START_SHARE = 0.1  # share of an open loop's span that is left out: the server starts empty
 
 
 class LoadRun(msgspec.Struct):
@@ -63,22 +65,11 @@ def measure(
     if len(runs) < 2:
         return report
     reports = [_measure([run], settings, objectives) for run in runs]
-    return msgspec.structs.replace(report, confidence=confidence(reports))
-
-
-def confidence(reports: Sequence[Measured]) -> dict[str, Estimate]:
-    """Return the mean and confidence interval, by name, of each measure that all repeats have."""
-    values: dict[str, list[float | None]] = {
-        name: [getattr(report, name) for report in reports] for name in ESTIMATED
-    }
-    for name in ESTIMATED_SPREADS:
-        for cut in ("mean", "p50", "p99"):
-            values[f"{name}.{cut}"] = [getattr(getattr(r, name), cut) for r in reports]
-    return {
-        name: _estimate([v for v in repeats if v is not None])
-        for name, repeats in values.items()
-        if None not in repeats
-    }
+    values = {name: [getattr(each, name) for each in reports] for name in ESTIMATED}
+    for name, cut in itertools.product(ESTIMATED_SPREADS, ("mean", "p50", "p99")):
+        values[f"{name}.{cut}"] = [getattr(getattr(each, name), cut) for each in reports]
+    confidence = {name: _estimate(each) for name, each in values.items() if None not in each}
+    return msgspec.structs.replace(report, confidence=confidence)
 
 
 def records(runs: Sequence[LoadRun]) -> Iterable[MeasuredRecord | FailedRecord]:
@@ -86,20 +77,6 @@ def records(runs: Sequence[LoadRun]) -> Iterable[MeasuredRecord | FailedRecord]:
     for number, run in enumerate(runs):
         for call in sorted(run.calls, key=lambda call: (call.scheduled_s, call.index)):
             yield _record(number, call)
-
-
-def sum_counters(counters: Sequence[ServerCounters | None]) -> ServerCounters | None:
-    """Return the sum of the counters of several runs, or None if a run has none."""
-    known = [each for each in counters if each is not None]
-    if not known or len(known) < len(counters):
-        return None
-
-    def total(name: str) -> int | None:
-        values = [getattr(each, name) for each in known]
-        return None if None in values else sum(values)
-
-    positions = itertools.zip_longest(*(each.accepted_by_position for each in known), fillvalue=0)
-    return ServerCounters.of({name: total(name) for name in COUNTER_NAMES}, map(sum, positions))
 
 
 # -- inside
@@ -114,11 +91,14 @@ def _measure(
     prompt_tokens = sum(call.prompt_tokens for call in good)
     output_tokens = sum(call.output_tokens for call in good)
     cached_tokens = sum(call.cached_tokens for call in good)
-    goodput, attainment, good_tokens = _goodput(calls, objectives, duration_s)
-    client, server = _client(runs), sum_counters([run.server for run in runs])
+    server = _sum_counters([run.server for run in runs])
     if not cached_tokens and server is not None:
         cached_tokens = min(server.prefix_hit_tokens or 0, prompt_tokens)
     load = _load(runs, duration_s)
+    client = _client(runs, calls)
+    failed = [(call, call.error) for call in calls if call.error is not None]
+    sources: tuple[TokenSource, ...] = ("chunks", "usage", "per chunk usage")  # least exact first
+    used = {call.counted_by for call in good}
 
     def rate(count: float) -> float | None:
         return count / duration_s if duration_s > 0 else None
@@ -128,68 +108,127 @@ def _measure(
         settings=settings,
         requests=len(good),
         cut_requests=sum(call.ignore_eos and call.output_tokens < call.max_tokens for call in good),
-        refused=tuple(_refusals(calls)),
+        refused=tuple(
+            Refused(
+                index=call.index,
+                prompt_tokens=call.prompt_tokens,
+                output_tokens=call.max_tokens,
+                reason=error.detail,
+            )
+            for call, error in failed
+            if error.status in REFUSALS
+        ),
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         requests_per_s=rate(len(good)),
         prompt_tokens_per_s=rate(prompt_tokens - cached_tokens),
         output_tokens_per_s=rate(output_tokens),
-        goodput=goodput,
         speculation=None,
         steps=None if server is None else server.steps,
         mean_running=None,
         preemptions=None if server is None else server.preemptions,
         prefix_hit_tokens=None if server is None else server.prefix_hit_tokens,
         sent=len(calls) + load["unfinished"],
-        errors=dict(sorted(Counter(c.error.label for c in calls if c.error is not None).items())),
-        error_examples={c.error.label: c.error.detail for c in reversed(calls) if c.error},
+        errors=dict(sorted(Counter(error.label for _, error in failed).items())),
+        error_examples={error.label: error.detail for _, error in reversed(failed)},
         interrupted=any(run.interrupted for run in runs),
-        token_source=_token_source(good),
-        attainment=attainment,
-        good_output_tokens_per_s=good_tokens,
+        token_source=next((source for source in sources if source in used), "none"),
         client=client,
         server=server,
         server_over_time=runs[0].server_samples if len(runs) == 1 else (),
         repeats=len(runs),
         confidence={},
-        warnings=tuple(_warnings(runs, client, calls, good, server, load["saturated"])),
+        warnings=tuple(_warnings(runs, client, calls, server, load["saturated"])),
         machine=describe_machine(),
         versions=describe_versions(),
         **load,
         **_times(good),
+        **_goodput(calls, objectives, duration_s),
     )
 
 
 def _load(runs: Sequence[LoadRun], duration_s: float) -> dict[str, Any]:
     """Return the fields of `Measured` about calls in flight and saturation."""
-    windows = [steady_of(run.calls, run.open_loop, run.ramp_s) for run in runs]
-    saturated = [
-        is_saturated(run.calls, window)
-        for run, window in zip(runs, windows, strict=True)
-        if run.open_loop and window is not None
-    ]
-    mean, peak = in_flight([run.calls for run in runs], duration_s)
+    windows = [_steady(run) for run in runs]
+    pairs = zip(runs, windows, strict=True)
+    saturated = [_is_saturated(run.calls, w) for run, w in pairs if run.open_loop and w is not None]
+    peak, busy_s = 0, 0.0
+    for run in runs:
+        times_s = np.array([(c.end_s, c.sent_s) for c in run.calls]).reshape(-1, 2)
+        busy_s += float((times_s[:, 0] - times_s[:, 1]).sum())
+        # A call that ends at the time when another is sent does not overlap it.
+        order = np.argsort(times_s.T.ravel(), kind="stable")
+        in_flight = np.cumsum(np.repeat([-1, 1], len(times_s))[order])
+        peak = max(peak, int(in_flight.max(initial=0)))
     return {
         "unfinished": sum(part.unfinished for run in runs for part in run.parts),
-        "mean_in_flight": mean,
+        "mean_in_flight": busy_s / duration_s if duration_s > 0 else None,
         "peak_in_flight": peak,
         "steady": windows[0] if len(runs) == 1 else None,
         "saturated": any(saturated) if saturated else None,
     }
 
 
+def _steady(run: LoadRun) -> Steady | None:
+    """Return the figures of the window from the end of the ramp to the last scheduled send, after
+    which the load decreases. None if the window has fewer than `MIN_CALLS` calls or no
+    success."""
+    calls = run.calls
+    if not calls:
+        return None
+    first_s = min(call.scheduled_s for call in calls)
+    start_s, end_s = first_s + run.ramp_s, max(call.scheduled_s for call in calls)
+    if run.open_loop:
+        start_s = max(start_s, first_s + START_SHARE * (end_s - first_s))
+    else:
+        # Clients that start together also end together; from the second call on they are spread.
+        start_s = max([start_s, *(c.end_s for c in calls if c.scheduled_s <= start_s)])
+    inside = [call for call in calls if start_s <= call.scheduled_s < end_s]
+    good = [call for call in inside if call.error is None]
+    if len(inside) < MIN_CALLS or not good:
+        return None
+    succeeded = [call for call in calls if call.error is None]
+    stamps_s, tokens = read_times(succeeded)
+    ended = sum(start_s <= call.end_s < end_s for call in succeeded)
+    return Steady(
+        start_s=start_s,
+        end_s=end_s,
+        requests_per_s=ended / (end_s - start_s),
+        output_tokens_per_s=float(tokens[(start_s <= stamps_s) & (stamps_s < end_s)].sum())
+        / (end_s - start_s),
+        **_latencies(good),
+    )
+
+
+def read_times(calls: Sequence[TimedCall]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the times at which tokens arrived in seconds, and their numbers, both float64. The
+    tokens of a response that was not streamed arrive at its end."""
+    stamps_s = [s for call in calls for s in (call.chunk_s or [call.end_s])]
+    tokens = [n for c in calls for n in (c.tokens_by_read() if c.chunk_s else [c.output_tokens])]
+    return np.asarray(stamps_s, np.float64), np.asarray(tokens, np.float64)
+
+
+def _is_saturated(calls: Sequence[TimedCall], steady: Steady) -> bool:
+    """Return whether calls of an open loop piled up in the window: fewer ended than were scheduled,
+    by more than `SATURATED_SHARE` and by more than 3 standard deviations of a Poisson count."""
+    sent = sum(steady.start_s <= call.scheduled_s < steady.end_s for call in calls)
+    ended = sum(steady.start_s <= call.end_s < steady.end_s for call in calls)
+    return sent - ended > max(SATURATED_SHARE * sent, 3 * math.sqrt(sent))
+
+
 def _times(good: Sequence[TimedCall]) -> dict[str, Any]:
     """Return the fields of `Measured` about latencies and chunks."""
-    gap_s, gap_tokens = _gaps(good)
+    # Gaps between successive reads of a call, and the tokens of the later read.
+    several = [call for call in good if len(call.chunk_s) > 1]
+    gap_s = np.concatenate([np.zeros(0), *(np.diff(np.asarray(c.chunk_s)) for c in several)])
+    gap_tokens = np.array([n for c in several for n in c.tokens_by_read()[1:]], np.int64)
     chunks = sum(call.chunks for call in good)
     tokens = sum(call.output_tokens for call in good if call.chunks)
     return {
-        "ttft_s": _spread(call.ttft_s for call in good),
-        "tpot_s": _spread(t for call in good if (t := call.tpot_s) is not None),
+        **_latencies(good),
         "itl_s": Spread.of(gap_s / np.maximum(gap_tokens, 1), gap_tokens),
         "chunk_gap_s": Spread.of(gap_s),
-        "e2e_s": _spread(call.e2e_s for call in good),
         "queue_s": _spread(()),
         "ttft_from_send_s": _spread(call.first_s - call.sent_s for call in good),
         "e2e_from_send_s": _spread(call.end_s - call.sent_s for call in good),
@@ -199,99 +238,76 @@ def _times(good: Sequence[TimedCall]) -> dict[str, Any]:
     }
 
 
+def _latencies(good: Sequence[TimedCall]) -> dict[str, Any]:
+    return {
+        "ttft_s": _spread(call.ttft_s for call in good),
+        "tpot_s": _spread(t for call in good if (t := call.tpot_s) is not None),
+        "e2e_s": _spread(call.e2e_s for call in good),
+    }
+
+
 def _spread(values: Iterable[float]) -> Spread:
     return Spread.of(np.fromiter(values, dtype=np.float64))
 
 
 def _duration_s(run: LoadRun) -> float:
     """Return the time from the first scheduled send to the last token, 0 if all calls failed."""
-    calls = run.calls
-    ends = [call.end_s for call in calls if call.error is None]
-    return max(ends) - min(call.scheduled_s for call in calls) if ends else 0.0
+    ends = [call.end_s for call in run.calls if call.error is None]
+    return max(ends) - min(call.scheduled_s for call in run.calls) if ends else 0.0
 
 
-def _gaps(good: Sequence[TimedCall]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gaps between successive reads of a call in seconds (float64), and the tokens of
-    the later read (int64), for all calls together."""
-    gaps_s = [np.diff(np.asarray(call.chunk_s)) for call in good if len(call.chunk_s) > 1]
-    tokens = [call.tokens_by_read()[1:] for call in good if len(call.chunk_s) > 1]
-    if not gaps_s:
-        return np.zeros(0), np.zeros(0, np.int64)
-    return np.concatenate(gaps_s), np.concatenate(tokens).astype(np.int64)
+def _sum_counters(counters: Sequence[ServerCounters | None]) -> ServerCounters | None:
+    """Return the sum of the counters of several runs, or None if a run has none."""
+    known = [each for each in counters if each is not None]
+    if not known or len(known) < len(counters):
+        return None
+    values = {name: [getattr(each, name) for each in known] for name in COUNTER_NAMES}
+    totals = {name: None if None in each else sum(each) for name, each in values.items()}
+    positions = itertools.zip_longest(*(each.accepted_by_position for each in known), fillvalue=0)
+    return ServerCounters.of(totals, map(sum, positions))
 
 
 def _goodput(
     calls: Sequence[TimedCall], objectives: Objectives | None, duration_s: float
-) -> tuple[Goodput | None, dict[str, float], float | None]:
-    """Return the goodput, the share of calls that met each objective, and the output tokens a
-    second of calls that met all. A call's own limits override `objectives`."""
+) -> dict[str, Any]:
+    """Return the fields of `Measured` about objectives. A call's limits override `objectives`."""
     defaults = objectives or Objectives()
-    limits = (defaults.ttft_s, defaults.tpot_s, defaults.e2e_s)
-    has_own_limits = any(limit is not None for call in calls for limit in call.slo_s)
-    if not calls or not duration_s or (objectives is None and not has_own_limits):
-        return None, {}, None
-    names = ("ttft", "tpot", "e2e")
-    met = dict.fromkeys(names, 0)
-    num_good = good_tokens = 0
+    met: dict[str, int] = {}  # by objective that limits a call
+    good: list[TimedCall] = []
     for call in calls:
-        if call.error is not None:
-            continue
-        values = (call.ttft_s, call.tpot_s, call.e2e_s)
-        fulfilled = [
-            value is None or limit is None or value <= limit
-            for value, limit in zip(values, _limits(call, limits), strict=True)
-        ]
-        for name, is_met in zip(names, fulfilled, strict=True):
-            met[name] += is_met
-        if all(fulfilled):
-            num_good += 1
-            good_tokens += call.output_tokens
+        missed = call.error is not None
+        for name, own_s in zip(("ttft", "tpot", "e2e"), call.slo_s, strict=True):
+            limit_s = getattr(defaults, f"{name}_s") if own_s is None else own_s
+            value_s = getattr(call, f"{name}_s")
+            if limit_s is not None:
+                is_met = call.error is None and (value_s is None or value_s <= limit_s)
+                met[name] = met.get(name, 0) + is_met
+                missed |= not is_met
+        if not missed:
+            good.append(call)
+    if not calls or not duration_s or (objectives is None and not met):
+        return {"goodput": None, "attainment": {}, "good_output_tokens_per_s": None}
     goodput = Goodput(
         objectives=defaults,
-        requests=num_good,
-        share=num_good / len(calls),
-        requests_per_s=num_good / duration_s,
+        requests=len(good),
+        share=len(good) / len(calls),
+        requests_per_s=len(good) / duration_s,
     )
-    limited = {
-        name
-        for call in calls
-        for name, limit in zip(names, _limits(call, limits), strict=True)
-        if limit is not None
+    return {
+        "goodput": goodput,
+        "attainment": {name: count / len(calls) for name, count in met.items()},
+        "good_output_tokens_per_s": sum(call.output_tokens for call in good) / duration_s,
     }
-    shares = {name: met[name] / len(calls) for name in names if name in limited}
-    return goodput, shares, good_tokens / duration_s
 
 
-def _limits(call: TimedCall, defaults: tuple[float | None, ...]) -> list[float | None]:
-    pairs = zip(call.slo_s, defaults, strict=True)
-    return [default if limit is None else limit for limit, default in pairs]
-
-
-def _refusals(calls: Sequence[TimedCall]) -> Iterable[Refused]:
-    for call in calls:
-        if call.error is not None and call.error.status in REFUSALS:
-            yield Refused(
-                index=call.index,
-                prompt_tokens=call.prompt_tokens,
-                output_tokens=call.max_tokens,
-                reason=call.error.detail,
-            )
-
-
-def _token_source(good: Sequence[TimedCall]) -> TokenSource:
-    """Return the least exact source of token counts among the calls."""
-    sources: tuple[TokenSource, ...] = ("chunks", "usage", "per chunk usage")
-    return next((s for s in sources if any(call.counted_by == s for call in good)), "none")
-
-
-def _client(runs: Sequence[LoadRun]) -> ClientUse:
+def _client(runs: Sequence[LoadRun], calls: Sequence[TimedCall]) -> ClientUse:
     parts = [part for run in runs for part in run.parts]
     elapsed_s = sum(max(part.elapsed_s for part in run.parts) for run in runs)
-    chunks = sum(call.chunks for run in runs for call in run.calls)
+    chunks = sum(call.chunks for call in calls)
     return ClientUse(
         processes=max(len(run.parts) for run in runs),
         cpu_share=max(part.cpu_s / part.elapsed_s for part in parts),
-        send_lag_s=_spread(call.sent_s - call.scheduled_s for run in runs for call in run.calls),
+        send_lag_s=_spread(call.sent_s - call.scheduled_s for call in calls),
         loop_lag_s=_spread(lag_s for part in parts for lag_s in part.lag_s),
         chunks_per_s=chunks / elapsed_s if chunks else None,
     )
@@ -301,7 +317,6 @@ def _warnings(
     runs: Sequence[LoadRun],
     client: ClientUse,
     calls: Sequence[TimedCall],
-    good: Sequence[TimedCall],
     server: ServerCounters | None,
     saturated: bool | None,
 ) -> Iterable[str]:
@@ -319,22 +334,21 @@ def _warnings(
             yield f"only {in_time:.1%} of the calls were sent in time: the load was too low"
     if saturated:
         yield "calls queue up: the server cannot keep up, and latencies grow with the run"
-    if any(call.counted_by == "chunks" for call in good):
+    if any(call.counted_by == "chunks" and call.error is None for call in calls):
         yield "the server counts no tokens: each chunk with output counts as one"
     if any(part.gave_up for run in runs for part in run.parts):
         yield "every call failed: sending was stopped"
     counted = None if server is None else server.output_tokens
-    if counted is not None and good and len(good) == len(calls):
-        seen = sum(call.output_tokens for call in good)
+    if counted is not None and calls and all(call.error is None for call in calls):
+        seen = sum(call.output_tokens for call in calls)
         if counted != seen and not any(run.interrupted for run in runs):
             yield f"the server counted {counted:,} output tokens, its answers {seen:,}"
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
     """Return the mean and its 95 % interval, by Student's t with n - 1 degrees of freedom."""
-    count, mean = len(values), math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    half = student95(count - 1) * math.sqrt(variance / count)
+    count, mean = len(values), float(np.mean(values))
+    half = student95(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count)
     return Estimate(mean, mean - half, mean + half)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ _GAUGES = {
 async def scrape(client: HttpClient) -> Counters | None:
     """Return the server's metrics, or None if it has none."""
     try:
-        status, page = await client.get("/metrics")
+        status, page = await client.request("GET", "/metrics")
         return parse(page.decode()) if status == 200 else None
     except (CallError, ValueError):
         return None
@@ -95,13 +95,16 @@ class Scrape(NamedTuple):
 
 
 class Watcher:
-    """Context manager that scrapes a server's /metrics every `SCRAPE_EVERY_S`."""
+    """Context manager that scrapes a server's /metrics at its start, every `SCRAPE_EVERY_S`, and at
+    its end."""
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
         self.scrapes: list[Scrape] = []
+        self._last: Counters | None = None
 
     async def __aenter__(self) -> Watcher:
+        await self._scrape()
         self._task = asyncio.create_task(self._watch())
         return self
 
@@ -109,24 +112,35 @@ class Watcher:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
+        self._last = await scrape(self._client)
+
+    async def _scrape(self) -> bool:
+        counters = await scrape(self._client)
+        if counters is not None:
+            self.scrapes.append(Scrape(time.monotonic(), counters))
+        return counters is not None
 
     async def _watch(self) -> None:
-        while (counters := await scrape(self._client)) is not None:
-            self.scrapes.append(Scrape(time.monotonic(), counters))
+        while self.scrapes:
             await asyncio.sleep(SCRAPE_EVERY_S)
+            if not await self._scrape():
+                return
 
+    def growth(self) -> ServerCounters | None:
+        """Return the growth of counters from the start to the end."""
+        return difference(self.scrapes[0].counters if self.scrapes else None, self._last)
 
-def samples(scrapes: Sequence[Scrape], start_s: float) -> tuple[ServerSample, ...]:
-    """Return the gauges of each scrape, and the growth of counters since the first. `start_s` is
-    the start of the run on the monotonic clock."""
-    first = scrapes[0].counters if scrapes else {}
+    def samples(self, start_s: float) -> tuple[ServerSample, ...]:
+        """Return the gauges of each scrape, and the growth of counters since the first. `start_s`
+        is the start of the run on the monotonic clock."""
+        first = self.scrapes[0].counters if self.scrapes else {}
 
-    def sample(at_s: float, counters: Counters) -> ServerSample:
-        fields: dict[str, Any] = {field: counters.get((n, None)) for field, n in _GAUGES.items()}
-        for field in SAMPLED:
-            key = (COUNTER_NAMES[field], None)
-            grown = counters[key] - first.get(key, 0.0) if key in counters else None
-            fields[field] = None if grown is None else round(grown)
-        return ServerSample(at_s=at_s - start_s, **fields)
+        def sample(at_s: float, counters: Counters) -> ServerSample:
+            fields: dict[str, Any] = {f: counters.get((n, None)) for f, n in _GAUGES.items()}
+            for field in SAMPLED:
+                key = (COUNTER_NAMES[field], None)
+                known = key in counters
+                fields[field] = round(counters[key] - first.get(key, 0.0)) if known else None
+            return ServerSample(at_s=at_s - start_s, **fields)
 
-    return tuple(sample(*each) for each in scrapes)
+        return tuple(sample(*each) for each in self.scrapes)

@@ -24,7 +24,6 @@ from sim.workload.traces.request import TraceRequest
 NEEDED_PER_S = 50_000  # chunks per second that a core should process.
 STREAMS = (64, 256)  # concurrent calls.
 CHUNKS, ROUNDS = 200, 6  # chunks per call, and calls per stream
-MODEL, PROMPT_TOKENS = "stub", 128
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
@@ -44,7 +43,17 @@ def self_test(processes: int = 1) -> int:
 async def measure_client(
     endpoint: Endpoint, streams: int, processes: int = 1, rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    plan = make_plan(endpoint, streams, rounds)
+    count = streams * rounds
+    request = TraceRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=CHUNKS)
+    items = (Item(prompt="x"),)
+    plan = PartPlan(
+        endpoint=endpoint,
+        bodies=BodySettings(model="stub", chat=False, streamed=True, fields={}, items=items),
+        requests=(request,) * count,
+        indices=tuple(range(count)),
+        total=count,
+        concurrency=streams,
+    )
     parts = await run_parts(split(plan, processes), stop=asyncio.Event())
     calls = [call for part in parts for call in part.calls]
     chunks = sum(call.chunks for call in calls)
@@ -61,27 +70,13 @@ async def measure_client(
     }
 
 
-def make_plan(endpoint: Endpoint, streams: int, rounds: int) -> PartPlan:
-    count = streams * rounds
-    request = TraceRequest(arrival_s=0.0, prompt_tokens=1, output_tokens=CHUNKS)
-    items = (Item(prompt="x"),)
-    return PartPlan(
-        endpoint=endpoint,
-        bodies=BodySettings(model=MODEL, chat=False, streamed=True, fields={}, items=items),
-        requests=(request,) * count,
-        indices=tuple(range(count)),
-        total=count,
-        concurrency=streams,
-    )
-
-
 @contextmanager
 def stub_server() -> Iterator[Endpoint]:
     """Run a completions server in another process. It writes a chunk at a time to each stream in
     turn, as fast as the client reads."""
     context = multiprocessing.get_context("spawn")
     pipe, child_pipe = context.Pipe()
-    process = context.Process(target=_run, args=(child_pipe,), daemon=True)
+    process = context.Process(target=_serve, args=(child_pipe,), daemon=True)
     process.start()
     try:
         yield Endpoint("127.0.0.1", pipe.recv(), False, "")
@@ -90,31 +85,28 @@ def stub_server() -> Iterator[Endpoint]:
         process.join()
 
 
-def _run(pipe: Connection) -> None:
-    event_loop_runner()(_serve(pipe))
+def _serve(pipe: Connection) -> None:
+    async def serve() -> None:
+        server = await asyncio.start_server(partial(_answer, _chunks()), "127.0.0.1", 0)
+        pipe.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    event_loop_runner()(serve())
 
 
-async def _serve(pipe: Connection) -> None:
-    server = await asyncio.start_server(partial(_answer, answer()), "127.0.0.1", 0, backlog=1024)
-    pipe.send(server.sockets[0].getsockname()[1])
-    await server.serve_forever()
-
-
-def answer() -> list[bytes]:
+def _chunks() -> list[bytes]:
     """Return cbatch's response with `CHUNKS` tokens as HTTP chunks, an event each. The last chunk
-    also has the final usage and [DONE]."""
-    common = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": MODEL}
-    events: list[bytes] = []
-    for number in (*range(1, CHUNKS + 1), CHUNKS):
-        usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": number}
-        usage["total_tokens"] = PROMPT_TOKENS + number
+    also has [DONE]."""
+    common = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": "stub"}
+    chunks: list[bytes] = []
+    for number in range(1, CHUNKS + 1):
+        usage = {"prompt_tokens": 128, "completion_tokens": number, "total_tokens": 128 + number}
         choice = {"index": 0, "text": " and so on", "seed": 1, "logprobs": None}
         choice["finish_reason"] = "length" if number == CHUNKS else None
-        choices = [choice] if len(events) < CHUNKS else []
-        data = msgspec.json.encode(common | {"choices": choices, "usage": usage})
-        events.append(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
-    last = b"".join((*events[-2:], b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"))
-    return [*events[:-2], last]
+        data = msgspec.json.encode(common | {"choices": [choice], "usage": usage})
+        chunks.append(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
+    chunks[-1] += b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    return chunks
 
 
 async def _answer(

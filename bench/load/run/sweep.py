@@ -3,15 +3,16 @@ that meets the objectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
 from bench.load.run.measure import LoadRun
+from bench.load.run.options import OfferedLoad
 from bench.load.run.report import Knee, Measured, Sweep
-from bench.load.run.runner import OfferedLoad, Runner
+from bench.load.run.runner import Runner
 from sim.report.capacity import Capacity, Trial, rounds_needed, search_rates
 
 MAX_POINTS = 16  # loads of a sweep that doubles.
@@ -19,8 +20,6 @@ GAIN = 1.05  # smallest ratio to the best throughput so far that counts as growt
 MIN_POINTS = 3  # minimum of loads for a knee.
 TOLERANCE = 0.05  # relative width of the interval that ends a search; repeats differ by about 5 %.
 SEARCH_RANGE = 64.0  # a search goes from 1/64 of the first rate to 64 times that rate
-
-Result = TypeVar("Result")
 
 
 class Point(NamedTuple):
@@ -30,96 +29,50 @@ class Point(NamedTuple):
 
 
 Measure = Callable[[OfferedLoad, list[LoadRun]], Measured]
-Begin = Callable[[OfferedLoad], None]
 
 
 async def sweep(
-    runner: Runner,
-    loads: Sequence[OfferedLoad],
-    measure: Measure,
-    *,
-    doubling: bool = False,
-    begin: Begin | None = None,
+    runner: Runner, loads: Sequence[OfferedLoad], measure: Measure, *, doubling: bool = False
 ) -> list[Point]:
     """Measure the loads in order. With `doubling`, continue with twice the load each time until the
     last two loads brought no gain. An interrupted load is reported too."""
-    return (await measure_each(runner, _in_order(loads, doubling), measure, begin))[0]
-
-
-def _in_order(loads: Sequence[OfferedLoad], doubling: bool) -> Generator[OfferedLoad, Point, None]:
     points: list[Point] = []
-    for load in loads:
-        points.append((yield load))
-    while doubling and len(points) < MAX_POINTS and not is_flat(throughputs(points)):
-        points.append((yield points[-1].load.doubled()))
-
-
-async def measure_each(
-    runner: Runner,
-    loads: Generator[OfferedLoad, Point, Result],
-    measure: Measure,
-    begin: Begin | None,
-) -> tuple[list[Point], Result | None]:
-    """Measure each load that a generator yields, and send the generator its point. Returns the
-    points, and the generator's return value or, if a run was interrupted, None."""
-    points: list[Point] = []
-    try:
-        load = next(loads)
-        while True:
-            point = await _measured(runner, load, len(points), measure, begin)
-            if point is None:
-                return points, None
-            points.append(point)
-            if point.report.interrupted:
-                return points, None
-            load = loads.send(point)
-    except StopIteration as end:
-        return points, end.value
-
-
-async def _measured(
-    runner: Runner, load: OfferedLoad, number: int, measure: Measure, begin: Begin | None
-) -> Point | None:
-    """Run and measure a load. `number` is the index of the load. Returns None if the run was
-    stopped before a call ended."""
-    if begin is not None:
-        begin(load)
-    runs = [run for run in await runner.runs(load, number) if run.calls]
-    return Point(load, runs, measure(load, runs)) if runs else None
+    remaining = list(loads)
+    while remaining and await _measure_next(runner, remaining.pop(0), measure, points):
+        if doubling and not remaining and len(points) < MAX_POINTS:
+            remaining = [] if is_flat(throughputs(points)) else [points[-1].load.doubled()]
+    return points
 
 
 async def find_rate(
-    runner: Runner,
-    first_per_s: float,
-    share: float,
-    measure: Measure,
-    *,
-    begin: Begin | None = None,
+    runner: Runner, first_per_s: float, share: float, measure: Measure
 ) -> tuple[list[Point], Capacity | None]:
     """Search for the highest rate at which at least this `share` of the calls sent met all
     objectives and calls did not pile up. Returns the points by ascending rate, and the capacity, or
     None if the search was stopped."""
-    search = search_rates(
-        first_per_s,
-        lowest=first_per_s / SEARCH_RANGE,
-        highest=first_per_s * SEARCH_RANGE,
-        tolerance=TOLERANCE,
-    )
-    points, capacity = await measure_each(runner, _loads(search, share), measure, begin)
+    lowest, highest = first_per_s / SEARCH_RANGE, first_per_s * SEARCH_RANGE
+    search = search_rates(first_per_s, lowest=lowest, highest=highest, tolerance=TOLERANCE)
+    points: list[Point] = []
+    capacity: Capacity | None = None
+    rate = next(search)
+    while await _measure_next(runner, OfferedLoad(rate_per_s=rate), measure, points):
+        try:
+            rate = search.send(to_trial(rate, points[-1].report, share))
+        except StopIteration as end:
+            capacity = end.value
+            break
     return sorted(points, key=lambda point: point.load.value), capacity
 
 
-def _loads(
-    search: Generator[float, Trial, Capacity], share: float
-) -> Generator[OfferedLoad, Point, Capacity]:
-    rate_per_s = next(search)
-    while True:
-        point = yield OfferedLoad(rate_per_s=rate_per_s)
-        try:
-            rate_per_s = search.send(to_trial(rate_per_s, point.report, share))
-        except StopIteration as end:
-            capacity: Capacity = end.value
-            return capacity
+async def _measure_next(
+    runner: Runner, load: OfferedLoad, measure: Measure, points: list[Point]
+) -> bool:
+    """Add the point of a load to `points`. Returns False if the run was interrupted; no point is
+    added if it was stopped before a call ended."""
+    runs = [run for run in await runner.runs(load, len(points)) if run.calls]
+    if runs:
+        points.append(Point(load, runs, measure(load, runs)))
+    return bool(runs) and not points[-1].report.interrupted
 
 
 def to_trial(rate_per_s: float, report: Measured, share: float) -> Trial:
@@ -144,8 +97,7 @@ def throughputs(points: Sequence[Point]) -> list[float]:
     """Return each point's output tokens a second: in steady windows if all points have a window,
     otherwise over whole runs, with ramp and drain."""
     reports = [point.report for point in points]
-    windows = [report.steady for report in reports]
-    steady = [window.output_tokens_per_s for window in windows if window is not None]
+    steady = [report.steady.output_tokens_per_s for report in reports if report.steady is not None]
     return steady if len(steady) == len(reports) else [r.output_tokens_per_s or 0 for r in reports]
 
 
@@ -157,33 +109,24 @@ def find_knee(loads: Sequence[float], throughputs: Sequence[float]) -> Knee | No
     x, y = np.asarray(loads, dtype=np.float64), np.asarray(throughputs, dtype=np.float64)
     if len(x) < MIN_POINTS or (y <= 0).any() or (x <= 0).any():
         return None
-    best: tuple[float, float, float] | None = None
+    fits: list[tuple[float, float, float]] = []
     for rising in range(1, len(x) + 1):
         # sum (a u - 1)^2, with u = f / y for the function a f, is least at a = sum(u) / sum(u^2).
-        u = x[:rising] / y[:rising]
+        u, flat = x[:rising] / y[:rising], 1 / y[rising:]
         slope = float(u.sum() / (u @ u))
-        flat = 1 / y[rising:]
         plateau = float(flat.sum() / (flat @ flat)) if len(flat) else slope * float(x[-1])
-        fitted = np.minimum(slope * x, plateau)
-        error = float((((fitted - y) / y) ** 2).sum())
-        if best is None or error < best[0]:
-            best = error, slope, plateau
-    assert best is not None
-    _, slope, plateau = best
-    return Knee(
-        load=plateau / slope,
-        slope=slope,
-        plateau=plateau,
-        reached=plateau / slope < float(x[-1]),
-    )
+        error = float((((np.minimum(slope * x, plateau) - y) / y) ** 2).sum())
+        fits.append((error, slope, plateau))
+    _, slope, plateau = min(fits, key=lambda fit: fit[0])
+    load = plateau / slope
+    return Knee(load=load, slope=slope, plateau=plateau, reached=load < float(x[-1]))
 
 
 def is_flat(throughputs: Sequence[float]) -> bool:
     """Return whether neither of the last two loads exceeds the best earlier load by `GAIN`."""
     if len(throughputs) < MIN_POINTS:
         return False
-    best = max(throughputs[:-2])
-    return max(throughputs[-2:]) < GAIN * best
+    return max(throughputs[-2:]) < GAIN * max(throughputs[:-2])
 
 
 def knee_of(points: Sequence[Point]) -> Knee | None:
@@ -203,9 +146,8 @@ def document_of(points: Sequence[Point], capacity: Capacity | None = None) -> Me
     """Return the document of --json: a single report, or a sweep; a search is always a sweep."""
     if len(points) == 1 and capacity is None:
         return points[0].report
-    by_rate = points[0].load.rate_per_s is not None
     return Sweep(
-        over="rate_per_s" if by_rate else "concurrency",
+        over="concurrency" if points[0].load.rate_per_s is None else "rate_per_s",
         loads=tuple(point.load.value for point in points),
         reports=tuple(point.report for point in points),
         knee=knee_of(points),
