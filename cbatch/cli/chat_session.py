@@ -22,8 +22,8 @@ from cbatch.core.request.typed import require_text
 from cbatch.engine.engine import Engine
 from cbatch.system.terminal import shown
 from cbatch.text.chat_format import ChatFormat
-from cbatch.text.outputs import Choice, Output
-from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought
+from cbatch.text.outputs import Choice
+from cbatch.text.reply_reader import Done, Part, ReplyFormat, ReplyReader, Thought, read_reply
 from cbatch.text.tool_parsers import mark_ids
 
 COMMANDS = {  # arguments and help
@@ -156,6 +156,8 @@ class ChatSession:
             while True:
                 for output in self.engine.step():
                     for part, is_draft in read_reply(output, reader):
+                        if isinstance(part, Done):
+                            break
                         self._show(part, is_draft, previous=parts[-1] if parts else None)
                         parts.append(part)
                     self._console.file.flush()
@@ -176,17 +178,6 @@ class ChatSession:
             self._console.out(text, style=" ".join(styles), end="")
         else:
             self._console.file.write(text)
-
-
-def read_reply(output: Output, reader: ReplyReader) -> Iterator[tuple[Part, bool]]:
-    """Yield the parts of the answer that an output adds, and whether each is an accepted draft. A
-    part that was held back counts with the token that completed it."""
-    for i, piece in enumerate(output.pieces):
-        for part in reader.push(piece):
-            yield part, i < output.num_accepted
-    rest = output.text[sum(map(len, output.pieces)) :]
-    for part in reader.push(rest, final=output.finished is not None):
-        yield part, False
 
 
 def _share(choice: Choice) -> str:

@@ -22,8 +22,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.process.connection import EngineStartError
 from cbatch.server.http.app import create_app
 from cbatch.server.http.middleware import RequestMiddleware
-from cbatch.server.serving.fleet_metrics import merge
-from cbatch.server.serving.metrics import Metrics
+from cbatch.server.serving.metrics import Metrics, merge
 from cbatch.system.heap import freeze_heap, lower_mmap_threshold
 from cbatch.system.logs import configure
 
@@ -134,7 +133,7 @@ class ServerReplica:
         """Raise `RuntimeError`, so that Serve replaces the replica, if the engine is gone for good.
         The replica itself restarts an engine that died, and its requests continue."""
         if not self._service.running:
-            raise RuntimeError(self._service.down or "the engine does not run")
+            raise RuntimeError(self._service.client.down or "the engine does not run")
 
     async def metrics_page(self) -> tuple[str, bytes]:
         return self._name, self._metrics.page()

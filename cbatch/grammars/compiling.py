@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.grammars.gbnf import prepared
 from cbatch.grammars.schemas import FIELD, UNIQUE, rewritten
 from cbatch.grammars.unique_items import ForbidRepeats, UniqueItems
 from cbatch.text import TextTokenizer
@@ -31,6 +30,7 @@ from cbatch.text import TextTokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
+
 
 MAX_GRAMMAR_CHARS = 65_536  # of a grammar without its annotations
 MAX_GIVEN_CHARS = 2**20  # of a grammar with titles, descriptions and other annotations
@@ -317,3 +317,47 @@ def _short(text: str) -> str:
     line = line.replace("schema too large", "its alternatives have too many combinations")
     line = re.sub(r"Parser Error: .* (\d+) items; max is (\d+);.*", _TOO_WIDE, line)
     return line if len(line) <= 300 else f"{line[:297]}..."
+
+
+_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*\]|\.|#[^\n]*', re.DOTALL)
+_HEX = "[0-9a-fA-F]"
+_CHARACTER = (
+    rf"(\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"  # two halves of one character
+    rf"|\\x{_HEX}{{2}}|\\u{_HEX}{{4}}|\\U{_HEX}{{8}}|\\.|[^\\])"
+)
+_IN_STRING = re.compile(_CHARACTER, re.DOTALL)
+_IN_CLASS = re.compile(rf"{_CHARACTER}(?:-{_CHARACTER})?", re.DOTALL)
+_ESCAPES = dict(zip(r"nrt\"[]", '\n\r\t\\"[]', strict=True))
+_ANY = "[\\x00-\U0010ffff]"
+
+
+def prepared(grammar: str) -> str:
+    """Return GBNF with the characters that its escapes mean. Raises ValueError."""
+    text = _PARTS.sub(_prepared_part, grammar)
+    text.encode()  # half a character cannot be matched
+    return text
+
+
+def _prepared_part(match: re.Match[str]) -> str:
+    part = match[0]
+    if part[0] == "[":
+        start = "[^" if part[1] == "^" else "["
+        body = _IN_CLASS.sub(lambda item: _written(*item.groups()), part[len(start) : -1])
+        return f"{start}{body}]"
+    if part[0] == '"':
+        body = _IN_STRING.sub(lambda item: _written(item[0], special=""), part[1:-1])
+        return f'"{body}"'
+    return _ANY if part == "." else part
+
+
+def _written(text: str, last: str | None = None, special: str = "[]^&~-/") -> str:
+    """Return a character, or a range to `last`, as both Lark and regular expressions read it."""
+    if last is not None:
+        return f"{_written(text)}-{_written(last)}"
+    character = text if len(text) == 1 else _ESCAPES.get(text[1:])
+    if len(text) > 2:
+        character = json.loads(f'"{text}"') if text[1] == "u" else chr(int(text[2:], 16))
+    if character is None:
+        return text  # the conversion names the escape
+    plain = character >= " " and character not in '"\\\x7f' + special
+    return character if plain else f"\\x{ord(character):02x}"

@@ -20,7 +20,7 @@ from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.engine.core import EngineMetrics
 from cbatch.process.connection import EngineLink, EngineStartError, Launch, start_error
-from cbatch.process.crash_suspects import CrashSuspects
+from cbatch.process.crash_suspects import CrashSuspects, OpenSequence
 from cbatch.process.messages import (
     Add,
     Cancel,
@@ -33,7 +33,6 @@ from cbatch.process.messages import (
     Stop,
     Watch,
 )
-from cbatch.process.open_sequence import OpenSequence
 from cbatch.system.private import temporary_place
 
 # Consecutive deaths of the engine without a committed token, after which the client runs a test
@@ -93,6 +92,10 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self.num_starts - 1)
 
     async def start(self) -> Ready:
         """Start the engine and wait for its model. Raises `FieldError` or `EngineStartError`."""
@@ -345,11 +348,7 @@ class EngineClient:
             self.down = f"the engine {death.cause}"
             self._started.set_exception(start_error(link.failure, death.cause))
             return
-        fields = {
-            "cause": death.cause,
-            "open_requests": self.num_open,
-            "starts": self.num_starts,
-        }
+        fields = {"cause": death.cause, "open_requests": self.num_open, "starts": self.num_starts}
         message = "the engine %s; %d open requests are resumed"
         _logger.warning(message, death.cause, self.num_open, extra={"fields": fields})
         self._find_culprit(in_flight, death.cause)

@@ -1,4 +1,4 @@
-"""Incremental parser of a reply: thought, tool calls and answer.
+"""Incremental parser of a reply: a stream of thoughts, tool calls, text, and its end.
 
 One parser reads all formats; `tool_parsers` defines them as data. The result does not depend on how
 the text is split into pieces. Only text whose meaning depends on later text is held back.
@@ -7,13 +7,15 @@ the text is split into pieces. Only text whose meaning depends on later text is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, reduce
+from itertools import zip_longest
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Raw
 
+from cbatch.core.request.request import FinishReason
 from cbatch.text.forced_tools import (
     ForcedCall,
     ForcedCallReader,
@@ -21,6 +23,7 @@ from cbatch.text.forced_tools import (
     ToolCallPart,
     call_id,
 )
+from cbatch.text.outputs import Output
 
 _MAX_HEAD_CHARS = 256  # longest head: the text between a call's tag and its arguments
 
@@ -31,7 +34,14 @@ class Thought(str):
     __slots__ = ()
 
 
+class Done(NamedTuple):
+    """The end of a reply. The reason is "tool_calls" after complete calls, also forced calls."""
+
+    reason: str
+
+
 Part = str | Thought | ToolCallPart
+ReplyPart = Part | Done
 
 
 class ThoughtFormat(NamedTuple):
@@ -110,6 +120,7 @@ class ReplyReader:
         self._forced = None if form.forced is None else ForcedCallReader(form.forced.name)
         self._max_calls, self._num_calls = None if form.parallel else 1, 0
         self._names, self._cut = form.names, False
+        self.thought_tokens = 0  # including the marks around thoughts; counted by `read_reply`
         thoughts = form.thoughts
         self.in_thought = thoughts is not None and thoughts.reply_starts_inside(prompt_end)
         self._pending = ""  # text that is not classified yet
@@ -299,6 +310,24 @@ class ReplyReader:
             self._parts += self._forced.push(text)
         elif text:
             self._parts.append(text)
+
+
+def read_reply(output: Output, reader: ReplyReader) -> Iterator[tuple[ReplyPart, bool]]:
+    """Yield the parts that an output adds to its reply, and whether each is an accepted draft. A
+    part that was held back counts with the token that completed it."""
+    pieces, done = output.pieces, output.finished
+    for at, (piece, _) in enumerate(zip_longest(pieces, output.token_ids, fillvalue="")):
+        thinking = reader.in_thought
+        for part in reader.push(piece):
+            yield part, at < min(output.num_accepted, len(pieces))
+        reader.thought_tokens += thinking or reader.in_thought
+    for part in reader.push(output.text[sum(map(len, pieces)) :]):
+        yield part, False
+    if done is not None:
+        for part in reader.finish(cut=done.finish_reason is not FinishReason.STOP):
+            yield part, False
+        called = done.finish_reason is FinishReason.STOP and reader.complete
+        yield Done("tool_calls" if called else done.finish_reason.value), False
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from cbatch.kv_events.config import KVEventsConfig, binds, read_config
+from cbatch.kv_events.publisher import KVEventsConfig, binds, read_config
 
 ON = {"enable_kv_cache_events": True}
 

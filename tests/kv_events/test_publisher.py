@@ -16,8 +16,7 @@ import zmq
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.recorded_pool import BlocksRemoved, BlocksStored, CacheCleared
 from cbatch.kv_events import publisher as publisher_module
-from cbatch.kv_events.config import KVEventsConfig
-from cbatch.kv_events.publisher import KVEventPublisher
+from cbatch.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from cbatch.kv_events.wire import encode_changes
 from tests.kv_events.client import WAIT_MS, Subscriber, subscribed
 

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from cbatch.core.scheduler.recorded_pool import BlocksRemoved, BlocksStored, CacheCleared
-from cbatch.kv_events.config import KVEventsConfig
-from cbatch.kv_events.publisher import KVEventPublisher
+from cbatch.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from cbatch.kv_events.wire import encode_changes
 from tests.kv_events.client import subscribed
 

@@ -13,10 +13,9 @@ from msgspec import structs
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import FinishReason, Request, StructuredOutputs
 from cbatch.process import grammar_queue as queue_module
-from cbatch.process.grammar_queue import GrammarQueue
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Add, Cancel, Stepped
-from cbatch.process.server import EngineServer
+from cbatch.process.server import EngineServer, GrammarQueue
 from tests.helpers import make_request
 from tests.process.factories import SimFactory
 from tests.process.test_messages import OneCommand

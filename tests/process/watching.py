@@ -15,7 +15,7 @@ from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.process.client import EngineClient
-from cbatch.process.open_sequence import OpenSequence
+from cbatch.process.crash_suspects import OpenSequence
 from cbatch.process.server import EngineProcess, Factory
 from tests.checking.language import reference_output
 from tests.process.factories import SimFactory

@@ -17,11 +17,11 @@ from cbatch.server.protocol import translation
 from cbatch.server.protocol.errors import UnknownItemError
 from cbatch.server.protocol.response_store import ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
-from cbatch.server.serving.anthropic_builder import AnthropicBuilder
-from cbatch.server.serving.chat_builder import ChatBuilder
+from cbatch.server.serving.chat_encoder import ChatEncoder
+from cbatch.server.serving.messages_encoder import MessagesEncoder
+from cbatch.server.serving.replies import Encoder, Replies
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
-from cbatch.server.serving.response_builder import ResponseBuilder
-from cbatch.server.serving.responses_builder import ResponsesBuilder
+from cbatch.server.serving.responses_encoder import ResponsesEncoder
 from cbatch.text import ChatTemplate
 from tests.checking.clock import VirtualClock
 from tests.server.agent_calls import MESSAGES, RESPONSES, ask, error_of
@@ -227,15 +227,13 @@ def test_too_many_ids_are_a_full_context(client: Client) -> None:
 
 @pytest.mark.parametrize(
     ("api", "kind"),
-    [("responses", ResponsesBuilder), ("messages", AnthropicBuilder), ("chat", ChatBuilder)],
+    [("responses", ResponsesEncoder), ("messages", MessagesEncoder), ("chat", ChatEncoder)],
 )
-def test_a_stream_that_has_begun_ends_with_the_same_words(
-    api: str, kind: type[ResponseBuilder[Any]]
-) -> None:
+def test_a_stream_that_has_begun_ends_with_the_same_words(api: str, kind: type[Encoder]) -> None:
     record = RequestRecord(RequestTotals(), "POST", "/", "1")
-    builder = kind(read(api, of_three("text")[api]), model(), record)
+    encoder = kind(Replies(read(api, of_three("text")[api]), model(), record))
     error = too_long("messages", 300, 256)
-    event = builder.error_event(
+    event = encoder.error_event(
         error_body(str(error), "invalid_request_error", "messages", "context_length_exceeded")
     )
     (data,) = re.findall(rb"^data: ({.*)$", event, re.MULTILINE)

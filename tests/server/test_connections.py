@@ -17,7 +17,7 @@ import pytest
 from cbatch.engine.engine import Engine
 from cbatch.server.http import app as app_module
 from cbatch.server.http.connections import MAX_HEAD_BYTES, MAX_PIPELINED
-from cbatch.server.http.intake import PARSED, BodyIntake
+from cbatch.server.http.handler import PARSED, BodyIntake
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.serving.admission_queue import FREE_BYTES, Limits, MemoryBudget

@@ -54,11 +54,11 @@ async def crowd(port: int, bodies: list[dict[str, Any]]) -> list[Answer]:
 
 def assert_nothing_is_left(served: Served) -> None:
     def idle() -> bool:
-        stats = served.service.stats
+        stats = served.service.client.stats
         return stats is not None and not stats.num_running and not stats.num_waiting
 
     wait_until(idle)
-    stats = served.service.stats
+    stats = served.service.client.stats
     assert stats is not None
     assert stats.free_blocks + stats.cached_blocks == stats.num_blocks
     assert served.service.num_requests == served.engine.num_open == 0
@@ -82,7 +82,7 @@ def test_many_disconnecting_clients_leave_no_resources() -> None:
         answers = asyncio.run(storm(served.client.port))
         assert [answer.text for answer in answers] == expected(range(100), 12)
         assert_nothing_is_left(served)
-        stats = served.service.stats
+        stats = served.service.client.stats
         assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "none was ended early"
 
 

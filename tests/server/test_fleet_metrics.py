@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cbatch.server.serving.fleet_metrics import merge
+from cbatch.server.serving.metrics import merge
 from tests.server.http_client import Client
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
-from cbatch.server.protocol.requests import ApiRequest, PendingPrompt, parse_chat
+from cbatch.server.protocol.chats import parse_chat, tokenize
+from cbatch.server.protocol.requests import ApiRequest, PendingPrompt
 from cbatch.server.protocol.response_store import ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
-from cbatch.server.protocol.texts import tokenize
 from tests.server.http_client import toy_model
 from tests.toy_engine import TOKENIZER
 

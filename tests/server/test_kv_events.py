@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cbatch.kv_events.config import KVEventsConfig
-from cbatch.kv_events.publisher import KVEventPublisher
+from cbatch.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from tests.checking.executor import Faults
 from tests.checking.follower import Follower, cached_prefixes, digest, digest_of_root
 from tests.kv_events.client import WAIT_MS, Subscriber, subscribed

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,16 +182,16 @@ def _admitted(client: Client) -> bool:
 
 
 class Stub:
-    """A stub of a service."""
+    """A stub of a service, and of its client."""
 
-    state, has_ended, num_restarts = "running", False, 0
+    stopping, running, up, num_open, num_restarts = False, True, True, 0, 0
 
     class queue:
         num_requests = 0
 
     def __init__(self) -> None:
         self.on_snapshot: Any = None
-        self.config = make_engine().scheduler.config
+        self.client, self.engine = self, SimpleNamespace(config=make_engine().scheduler.config)
 
     def watch(self, on_snapshot: Any) -> None:
         self.on_snapshot = on_snapshot
@@ -217,7 +218,7 @@ def test_a_slow_page_gets_the_latest_events_until_the_server_ends() -> None:
         kept = [json.loads((await anext(watcher))[6:])["view"]["num_steps"] for _ in range(2)]
         assert kept == [98, 99] and MAX_UNREAD == 2
         assert service.on_snapshot is not None
-        service.has_ended = True
+        service.stopping = True
         with pytest.raises(StopAsyncIteration):
             await anext(watcher)
         assert service.on_snapshot is None

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cbatch import FieldError
+from cbatch.server.protocol.chats import parse_chat
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import PendingPrompt, parse_chat
+from cbatch.server.protocol.requests import PendingPrompt
 from cbatch.text import ChatTemplate
 from cbatch.text.forced_tools import ForcedCallReader, call_id
 from cbatch.text.tool_parsers import tagged_reader

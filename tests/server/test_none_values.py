@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cbatch.engine.unsupported import UNSUPPORTED_FIELDS
-from cbatch.server.protocol.requests import ChatFields, CompletionFields
+from cbatch.server.protocol.chats import ChatFields
+from cbatch.server.protocol.requests import CompletionFields
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, COMPLETIONS, Client, serving
 from tests.toy_engine import TOKENIZER, make_engine

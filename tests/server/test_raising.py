@@ -17,11 +17,11 @@ import pytest
 
 from cbatch.process.client import EngineClient
 from cbatch.process.connection import EngineLink
-from cbatch.server.serving.admission_queue import AdmissionQueue
+from cbatch.server.serving.admission_queue import AdmissionQueue, Place
 from cbatch.server.serving.open_request import OpenRequest, ServedChoice
 from cbatch.server.serving.prompts import PromptReader
+from cbatch.server.serving.replies import CompletionEncoder, Replies
 from cbatch.server.serving.request_record import RequestRecord
-from cbatch.server.serving.response_builder import CompletionBuilder, ResponseBuilder
 from cbatch.server.serving.service import EngineService
 from cbatch.text.output_processor import LiveChoice
 from tests.server import processes
@@ -37,14 +37,14 @@ SUBMITTING = [
     (EngineService, "_request"),
     (OpenRequest, "__init__"),
     (OpenRequest, "enqueue"),
-    (OpenRequest, "set_prompt_tokens"),
+    (Place, "set_tokens"),
     (OpenRequest, "set_deadlines"),
     (OpenRequest, "begin"),
     (LiveChoice, "__init__"),
     (EngineClient, "add"),
     (EngineClient, "_dispatch"),
     (EngineLink, "send"),
-    (ResponseBuilder, "open"),
+    (Replies, "open"),
     (RequestRecord, "open"),
 ]
 DISTRIBUTING = [
@@ -55,9 +55,9 @@ DISTRIBUTING = [
     (LiveChoice, "extend"),
     (OpenRequest, "put"),
     (OpenRequest, "take"),
-    (ResponseBuilder, "take"),
-    (ResponseBuilder, "event"),
-    (CompletionBuilder, "_part"),
+    (Replies, "take"),
+    (CompletionEncoder, "event"),
+    (CompletionEncoder, "_part"),
     (RequestRecord, "observe"),
 ]
 # Methods that release a resource: they raise only after their work.
@@ -66,8 +66,8 @@ ENDING = [
     (OpenRequest, "_cancel"),
     (EngineClient, "cancel"),
     (EngineClient, "_close"),
-    (AdmissionQueue, "record_departure"),
-    (OpenRequest, "_leave_queue"),
+    (Place, "leave"),
+    (Place, "__exit__"),
     (EngineService, "_count_closed"),
     (OpenRequest, "close"),
     (OpenRequest, "ended"),

@@ -16,10 +16,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.grammars.trial import try_out
+from cbatch.grammars.validator import try_out
+from cbatch.server.protocol.chats import detokenize, parse_chat, tokenize
 from cbatch.server.protocol.errors import ServiceDownError
-from cbatch.server.protocol.requests import parse_chat, text_ids
-from cbatch.server.protocol.texts import detokenize, tokenize
+from cbatch.server.protocol.requests import text_ids
 from cbatch.server.serving import prompts as prompts_module
 from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits

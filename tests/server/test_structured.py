@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
-from cbatch.server.protocol.requests import PendingPrompt, parse_chat
+from cbatch.server.protocol.chats import parse_chat
+from cbatch.server.protocol.requests import PendingPrompt
 from cbatch.text.forced_tools import ForcedCallReader
 from tests.grammars.test_validator import HOSTILE
 from tests.server.http_client import CHAT, MODEL, Client, serving, toy_model

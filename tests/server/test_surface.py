@@ -13,7 +13,7 @@ import pytest
 from cbatch import SamplingParams
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.serving.metrics import Metrics
-from cbatch.server.serving.response_builder import ResponseBuilder
+from cbatch.server.serving.replies import Replies
 from cbatch.server.serving.service import EngineService
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, COMPLETIONS, JSON, MODEL, Client, call, serving
@@ -346,7 +346,7 @@ def test_requests_of_one_id_run_at_the_same_time(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(KeyRing, "__len__"), (Metrics, "page"), (ResponseBuilder, "usage")]
+    ("owner", "name"), [(KeyRing, "__len__"), (Metrics, "page"), (Replies, "usage")]
 )
 def test_an_internal_error_has_the_same_format_as_other_errors(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
@@ -362,7 +362,7 @@ def test_an_internal_error_has_the_same_format_as_other_errors(
         path = "/metrics" if owner is Metrics else COMPLETIONS
         method = "GET" if owner is Metrics else "POST"
         status, body, headers = call(client, method, path, raw.encode(), JSON)
-    if owner is ResponseBuilder:
+    if owner is Replies:
         *_, event, done, rest = body.decode().split("\n\n")
         assert (status, done, rest) == (200, "data: [DONE]", "")
         body = event.removeprefix("data: ").encode()

@@ -13,7 +13,7 @@ from cbatch.core.request.request import FinishReason, StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
-from cbatch.text.thought_grammar import surrounding_grammar
+from cbatch.text.chat_format import surrounding_grammar
 from cbatch.text.tool_parsers import THOUGHTS
 from tests.runtime.engines import make_request
 from tests.runtime.test_structured import GRAMMARS, VOCABULARY, assert_speculated, draft, run

@@ -15,7 +15,8 @@ import pytest
 
 from cbatch import LLM, FieldError
 from cbatch.core.request.request import FinishReason
-from cbatch.server.protocol.requests import PendingPrompt, parse_chat
+from cbatch.server.protocol.chats import parse_chat
+from cbatch.server.protocol.requests import PendingPrompt
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, MODEL, Client, serving, serving_service, toy_model
 from tests.server.scripted import ScriptedService, tokenizer_with

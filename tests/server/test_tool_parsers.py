@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from cbatch import FieldError
 from cbatch.core.request.request import FinishReason
-from cbatch.server.protocol.requests import PendingPrompt, parse_chat
+from cbatch.server.protocol.chats import parse_chat
+from cbatch.server.protocol.requests import PendingPrompt
 from cbatch.text import ChatTemplate
 from cbatch.text.forced_tools import ToolCallPart
 from cbatch.text.reply_reader import ReplyFormat, ReplyReader

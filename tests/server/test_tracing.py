@@ -49,9 +49,9 @@ class Call:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: str = COMPLETIONS) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(request_record.time, "monotonic", lambda: self.now_s)
-        self.service = SimpleNamespace(stats=None, num_restarts=0)
+        self.client = SimpleNamespace(stats=None, num_starts=1)
         self.exported: list[TracedRecord] = []
-        tracer = SimpleNamespace(service=self.service, export=self.exported.append)
+        tracer = SimpleNamespace(client=self.client, export=self.exported.append)
         args = (RequestTotals(), "POST", path, "x")
         self.record = TracedRecord(cast(Any, tracer), [], *args)
         self.record.generates = True
@@ -65,7 +65,7 @@ class Call:
         """Observe an output of two tokens, of which one was a draft."""
         self.now_s = at_s
         totals = SchedulerStats(steps=steps, draft_s=steps * 0.25, target_s=steps * 0.5)
-        self.service.stats = SimpleNamespace(totals=totals)
+        self.client.stats = SimpleNamespace(totals=totals)
         output = Output("x", 0, "", (1, 2), num_drafted=3, num_accepted=1, **options)
         self.record.observe(sequence, output, None)
 
@@ -203,7 +203,7 @@ def test_an_engine_that_restarts_has_no_times_over_both(monkeypatch: pytest.Monk
     call.open().admitted_s = 101.0
     sequence = SequenceTimes()
     call.output(sequence, 102.0, steps=5)
-    call.service.num_restarts = 1
+    call.client.num_starts = 2
     call.output(sequence, 103.0, steps=9)
     attributes = call.spans(105.0)["decode"].attributes
     assert attributes["cbatch.drafted_tokens"] == 3 and "cbatch.time_in_draft" not in attributes

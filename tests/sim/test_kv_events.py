@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.kv_events.config import KVEventsConfig
-from cbatch.kv_events.publisher import KVEventPublisher
+from cbatch.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from cbatch.kv_events.wire import encode_changes
 from sim.replay.replay import replay
 from sim.report.report import to_json

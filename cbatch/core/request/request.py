@@ -80,7 +80,7 @@ def _schema_text(schema: dict[str, Any]) -> str:
 _UP_TO_20 = (0, MAX_TOP_LOGPROBS, f"use 0 to {MAX_TOP_LOGPROBS}, or leave it out")
 # Minimum and maximum of fields of `SamplingParams`, and the remedy. The repetition penalty is
 # limited so that its products with logits do not overflow fp32.
-_RANGES: dict[str, tuple[float, float, str]] = {
+RANGES: dict[str, tuple[float, float, str]] = {
     "max_tokens": (1, MAX_INT32, f"ask for at least 1 and at most {MAX_INT32}"),
     "min_tokens": (0, MAX_INT32, "use 0 to max_tokens"),
     "temperature": (0, sys.float_info.max, "use 0 (greedy) or a finite positive number"),
@@ -183,7 +183,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         if self.top_p == 0:  # the likeliest token alone
             msgspec.structs.force_setattr(self, "temperature", 0.0)
             msgspec.structs.force_setattr(self, "top_p", 1.0)
-        for name, (minimum, maximum, remedy) in _RANGES.items():
+        for name, (minimum, maximum, remedy) in RANGES.items():
             value = getattr(self, name)
             _require(value is None or minimum <= value <= maximum, name, value, remedy)
         enough = self.min_tokens <= self.max_tokens

@@ -17,11 +17,11 @@ from cbatch.server.protocol.response_store import KeyResponses, ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.anthropic_builder import AnthropicBuilder
-from cbatch.server.serving.block_builder import BlockBuilder
+from cbatch.server.serving.messages_encoder import MessagesEncoder
 from cbatch.server.serving.open_request import Deadline, ending_at
 from cbatch.server.serving.prompts import PromptReader
-from cbatch.server.serving.responses_builder import ResponsesBuilder
+from cbatch.server.serving.replies import Encoder
+from cbatch.server.serving.responses_encoder import ResponsesEncoder
 
 
 def agent_routes(
@@ -36,7 +36,7 @@ def agent_routes(
         hold = record_of(request).memory.hold
         return partial(parse_responses, responses=responses_of(request), hold=hold)
 
-    async def count(request: AnyRequest, parse: Parse, kind: type[BlockBuilder]) -> int:
+    async def count(request: AnyRequest, parse: Parse, kind: type[Encoder]) -> int:
         api_request, record = await completions.read(request, parse), record_of(request)
         (prompt,) = api_request.prompts
         deadline = Deadline.of(record.began_s, api_request.timeout_s, limits.timeout_s)
@@ -48,11 +48,11 @@ def agent_routes(
 
     @post("/v1/responses", status_code=200)
     async def responses(request: AnyRequest) -> AnyResponse:
-        return await completions.respond(request, parse_of(request), ResponsesBuilder)
+        return await completions.respond(request, parse_of(request), ResponsesEncoder)
 
     @post("/v1/responses/input_tokens", status_code=200)
     async def input_tokens(request: AnyRequest) -> dict[str, Any]:
-        num_tokens = await count(request, parse_of(request), ResponsesBuilder)
+        num_tokens = await count(request, parse_of(request), ResponsesEncoder)
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
     @get("/v1/responses/{response_id:str}")
@@ -69,10 +69,10 @@ def agent_routes(
 
     @post("/v1/messages", status_code=200)
     async def messages(request: AnyRequest) -> AnyResponse:
-        return await completions.respond(request, parse_messages, AnthropicBuilder)
+        return await completions.respond(request, parse_messages, MessagesEncoder)
 
     @post("/v1/messages/count_tokens", status_code=200)
     async def count_tokens(request: AnyRequest) -> dict[str, Any]:
-        return {"input_tokens": await count(request, parse_count, AnthropicBuilder)}
+        return {"input_tokens": await count(request, parse_count, MessagesEncoder)}
 
     return [responses, input_tokens, stored, dropped, messages, count_tokens]

@@ -15,8 +15,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from cbatch.server.http.agent_routes import agent_routes
 from cbatch.server.http.errors import error_body, handlers
-from cbatch.server.http.handler import CompletionHandler, event_stream, json_response
-from cbatch.server.http.intake import BodyIntake
+from cbatch.server.http.handler import (
+    BodyIntake,
+    CompletionHandler,
+    event_stream,
+    json_response,
+)
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.http.middleware import METRICS_PATH, RequestMiddleware, record_of
@@ -53,7 +57,9 @@ def create_app(
     keys = keys or KeyRing()
     intake = BodyIntake(limits, service.queue.overloaded)
     prompts = service.open(model)
-    tracer = None if span_exporter is None else RequestTracer(span_exporter, model.name, service)
+    tracer = None
+    if span_exporter is not None:
+        tracer = RequestTracer(span_exporter, model.name, service.client)
     completions = CompletionHandler(service, model, intake)
 
     @asynccontextmanager
@@ -139,8 +145,9 @@ def _operator_routes(
     @get("/ready")
     async def ready() -> HttpResponse[dict[str, Any]]:
         state: dict[str, Any] = {"status": "ready" if service.ready else "not ready"}
-        if service.stats is not None and service.stats.compiling:
-            state["compiling"] = service.stats.compiling
+        stats = service.client.stats
+        if stats is not None and stats.compiling:
+            state["compiling"] = stats.compiling
         return HttpResponse(state, status_code=200 if service.ready else 503)
 
     @get(METRICS_PATH)

@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from cbatch.server.http.errors import error_body
 from cbatch.server.http.limits import MIN_READ_BYTES, ConnectionLimits
 from cbatch.server.http.middleware import RequestMiddleware
-from cbatch.server.serving.response_builder import encode
+from cbatch.server.serving.replies import encode
 
 MAX_HEAD_BYTES = 2**16  # limit of the request line and header fields
 MAX_LINGERING = 128  # refused connections that stay open for `LINGER_S`; others close at once

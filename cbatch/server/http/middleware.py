@@ -16,8 +16,8 @@ from cbatch.server.http.errors import error_body, formatted, internal_error_body
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing
 from cbatch.server.http.pages import PAGE_PATHS
 from cbatch.server.serving.admission_queue import CallMemory, MemoryBudget
+from cbatch.server.serving.replies import encode
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
-from cbatch.server.serving.response_builder import encode
 from cbatch.server.serving.tracing import RequestTracer, TracedRecord
 
 # Paths that need no key, for probes and for the page that asks for a key. They show no user data.

@@ -42,8 +42,8 @@ class DrainingServer(uvicorn.Server):
         """Serve until stopped. Raises `EngineLostError` if the engine was lost."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
-        if self._service.down is not None:
-            raise EngineLostError(self._service.down)
+        if self._service.client.down is not None:
+            raise EngineLostError(self._service.client.down)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -55,7 +55,7 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % _TRIM_TICKS == 0 and not self._service.num_open:
             trim_heap()
-        return await super().on_tick(counter) or self._service.down is not None
+        return await super().on_tick(counter) or self._service.client.down is not None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         assert self._loop is not None

@@ -111,8 +111,10 @@ class AnthropicFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_control: Any = None
 
 
-def parse_messages(body: bytes, model: ServedModel, *, needs_max_tokens: bool = True) -> ApiRequest:
-    """Return the checked request. Raises `FieldError` naming the field."""
+def parse_messages(
+    body: bytes, model: ServedModel, *, needs_max_tokens: bool = True, **call: Any
+) -> ApiRequest:
+    """Return the checked request. `call` is as for `parse_chat`. Raises `FieldError`."""
     read = translation.read_body(body, AnthropicFields, REFUSED_FIELDS, model)
     fields, rest = read.fields, read.rest
     if fields.max_tokens is None and needs_max_tokens:
@@ -138,7 +140,7 @@ def parse_messages(body: bytes, model: ServedModel, *, needs_max_tokens: bool = 
         chat["chat_template_kwargs"] = switch | variables
     if thinking is not None and thinking.display == "omitted":
         chat["include_reasoning"] = False
-    return translation.chat_request(chat, model, ANTHROPIC_NAMES, read.ignored())
+    return translation.chat_request(chat, model, ANTHROPIC_NAMES, read.ignored(), **call)
 
 
 parse_count = partial(parse_messages, needs_max_tokens=False)  # of a prompt that is only counted

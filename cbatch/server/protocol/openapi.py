@@ -3,241 +3,107 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
 from cbatch.core.request.from_json import STRUCTURED_FIELDS
-from cbatch.core.request.request import (
-    DRAFTERS,
-    MAX_LOGIT_BIAS,
-    MAX_SEED,
-    MAX_TOP_LOGPROBS,
-    SamplingParams,
-)
-from cbatch.server.protocol import anthropic_request, responses, responses_request
-from cbatch.server.protocol.requests import (
-    MAX_CHOICES,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    ChatFields,
-    CompletionFields,
-    RequestFields,
-    TokenizeFields,
-)
-from cbatch.server.protocol.texts import DetokenizeFields
-from cbatch.text.messages import ROLES
+from cbatch.core.request.request import NONE_VALUES, RANGES, SamplingParams
+from cbatch.server.protocol import anthropic_request, chats, requests, responses, responses_request
 
 Schema = dict[str, Any]
-REF = "#/components/schemas/{name}"
-_TOKEN = {"type": "integer", "minimum": 0}
-_IDS = {"type": "array", "items": _TOKEN, "minItems": 1}
-_TEXT = {"type": "string", "minLength": 1}
-_PROMPT = {
-    "oneOf": [_TEXT, {"type": "array", "items": {"oneOf": [_TEXT, _IDS]}, "minItems": 1}, _IDS],
-    "description": "a text, its token ids, or a list of either",
+_REF = "#/components/schemas/"
+_PLAIN: Schema = {"type": "object"}
+# By path: the body of a POST, its required members, and the answer.
+_CALLS: dict[str, tuple[Any, tuple[str, ...], Any]] = {
+    "/v1/completions": (requests.CompletionFields, ("prompt",), responses.CompletionResponse),
+    "/v1/chat/completions": (chats.ChatFields, ("messages",), responses.ChatCompletion),
+    "/v1/responses": (responses_request.ResponsesFields, ("input",), None),
+    "/v1/responses/input_tokens": (responses_request.ResponsesFields, ("input",), None),
+    "/v1/messages": (anthropic_request.AnthropicFields, ("messages", "max_tokens"), None),
+    "/v1/messages/count_tokens": (anthropic_request.AnthropicFields, ("messages",), None),
+    "/tokenize": (chats.TokenizeFields, (), responses.Tokenized),
+    "/detokenize": (chats.DetokenizeFields, ("tokens",), responses.Detokenized),
 }
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
+_GETS = ("/v1/models", "/v1/models/{name}", "/v1/responses/{name}", "/health", "/ready", "/version")
+_REFUSED = {
+    "ResponsesFields": responses_request.REFUSED_FIELDS,
+    "AnthropicFields": anthropic_request.REFUSED_FIELDS,
 }
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": list(ROLES)},
-        "content": {"oneOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-    },
-    "required": ["role", "content"],
-}
-_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
-_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_ANTHROPIC_ERROR: Schema = {
-    "type": "object",
-    "properties": {"type": {"const": "error"}, "error": {"type": "object"}},
-    "required": ["type", "error"],
-}
-_COUNT = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
-# Limits that `SamplingParams` checks in code, and not by its types.
-_LIMITS: dict[str, Schema] = {
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "min_tokens": {"minimum": 0, "maximum": 2**31 - 1},
-    "temperature": {"minimum": 0},
-    "top_k": _COUNT | {"minimum": -1},
-    "top_p": {"minimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "seed": {"minimum": -1, "maximum": MAX_SEED},
-    "n": {"minimum": 1, "maximum": MAX_CHOICES},
-    "stop": {"oneOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},
-    "repetition_penalty": {"minimum": 1e-3, "maximum": 1e3},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
-    "prompt_logprobs": {"minimum": 0, "maximum": MAX_TOP_LOGPROBS},
-    "logit_bias": {
-        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-        "additionalProperties": {
-            "type": "number",
-            "minimum": -MAX_LOGIT_BIAS,
-            "maximum": MAX_LOGIT_BIAS,
-        },
-    },
-    "stop_token_ids": {"items": _TOKEN},
-    "allowed_token_ids": {"items": _TOKEN, "minItems": 1},
-    "banned_token_ids": {"items": _TOKEN},
-    "drafter": {"items": {"enum": list(DRAFTERS)}, "minItems": 1, "uniqueItems": True},
-    "max_lookahead": {"minimum": 0, "maximum": 2**31 - 1},
-}
+_CHAT_ONLY = ("chat_template_kwargs", "include_reasoning")  # that other APIs take from chats
+_FAILURES = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503, 504)
 
 
 @lru_cache(maxsize=1)
 def document(**defaults: float) -> Schema:
     """Return the document. `defaults` are the model's sampling defaults, see `ServedModel`."""
-    kinds = [CompletionFields, ChatFields, TokenizeFields, DetokenizeFields, SamplingParams]
-    kinds += [responses_request.ResponsesFields, anthropic_request.AnthropicFields]
-    answers = [
-        responses.CompletionResponse,
-        responses.ChatCompletion,
-        responses.Tokenized,
-        responses.Detokenized,
-    ]
-    _, schemas = msgspec.json.schema_components(
-        [*kinds, *answers, responses.Error], ref_template=REF
-    )
-    sampling = _sampling_schemas(schemas.pop("SamplingParams")["properties"])
+    kinds = [kind for body, _, answer in _CALLS.values() for kind in (body, answer) if kind]
+    kinds += [SamplingParams, responses.Error]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
+    sampling = schemas.pop("SamplingParams")["properties"]
+    for name, (minimum, maximum, _) in RANGES.items():
+        lowest = min(minimum, *NONE_VALUES.get(name, (minimum,)))
+        _narrow(sampling[name], {"minimum": lowest, "maximum": maximum})
+    for name, limit in requests.LIMITS.items():
+        if "anyOf" in limit:
+            sampling[name] = limit
+        else:
+            _narrow(sampling[name], limit)
     members = schemas["StructuredOutputs"]["properties"]
     sampling |= {name: members[member] for name, member in STRUCTURED_FIELDS.items()}
-    chat_default = {"default": defaults.pop("max_tokens")} if "max_tokens" in defaults else {}
+    sampling["max_completion_tokens"] = sampling["max_tokens"]
+    chat_length = {"default": defaults.pop("max_tokens", None)}
     for name, value in defaults.items():
         sampling[name] = sampling[name] | {"default": value}
-    prompts, messages = {"prompt": _PROMPT}, {"messages": _MESSAGES}
     chat = schemas["ChatFields"]["properties"]
-    names = (*RequestFields.__struct_fields__, "chat_template_kwargs", "include_reasoning")
-    common = sampling | {name: chat[name] for name in names}
-    for module, kind, required in (
-        (responses_request, "ResponsesFields", ("input",)),
-        (anthropic_request, "AnthropicFields", ("messages", "max_tokens")),
-    ):
-        own = schemas[kind]["properties"]
-        shared = {name: common[name] for name in common if name not in module.REFUSED_FIELDS}
-        schemas[kind] = _body_schema(schemas[kind], shared, {name: own[name] for name in required})
-    schemas["CompletionFields"] = _body_schema(schemas["CompletionFields"], sampling, prompts)
-    lengths = {name: _COUNT | chat_default for name in ("max_tokens", "max_completion_tokens")}
-    schemas["ChatFields"] = _body_schema(schemas["ChatFields"], sampling | lengths, messages)
-    schemas["TokenizeFields"] = _body_schema(schemas["TokenizeFields"], {}, {})
-    schemas["TokenizeFields"]["properties"]["messages"] = _or_null(_MESSAGES)
+    shared = (*requests.RequestFields.__struct_fields__, *_CHAT_ONLY)
+    for kind, required, _ in reversed(_CALLS.values()):  # of two paths, the first decides
+        name, properties = kind.__name__, dict[str, Schema]()
+        if name in ("CompletionFields", "ChatFields", *_REFUSED):
+            properties |= sampling
+        if name == "ChatFields":
+            lengths = ("max_tokens", "max_completion_tokens")
+            properties |= {each: sampling[each] | chat_length for each in lengths}
+        elif name in _REFUSED:
+            properties |= {each: chat[each] for each in shared}
+            properties = {n: s for n, s in properties.items() if n not in _REFUSED[name]}
+        properties = properties | schemas[name].get("properties", {})
+        may_be_null = {n: {"anyOf": [schema, {"type": "null"}]} for n, schema in properties.items()}
+        given = {n: properties[n] for n in required}
+        schemas[name] = {**_PLAIN, "properties": may_be_null | given, "required": list(required)}
+    keys = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "cbatch", "version": version("cbatch")},
-        "paths": _paths(),
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "paths": {path: _path(path) for path in (*_CALLS, *_GETS)},
+        "components": {"schemas": schemas, "securitySchemes": keys},
         "security": [{}, {"key": []}],
     }
 
 
-def _sampling_schemas(properties: dict[str, Schema]) -> dict[str, Schema]:
-    properties["max_completion_tokens"] = {}
-    return {
-        name: limit if "oneOf" in limit else _limited(schema, limit)
-        for name, schema in properties.items()
-        for limit in (_LIMITS.get(name, {}),)
-    }
+def _narrow(schema: Schema, limit: Schema) -> None:
+    """Add a limit to a schema; if null is allowed, to the alternative that is not null."""
+    schema.get("anyOf", [schema])[0].update(limit)
 
 
-def _limited(schema: Schema, limit: Schema) -> Schema:
-    if "anyOf" not in schema:
-        return {**schema, **limit}
-    first, *rest = schema["anyOf"]
-    return {**schema, "anyOf": [{**first, **limit}, *rest]}
+def _path(path: str) -> Schema:
+    def answered(status: int, content: Schema, kind: str = "application/json") -> Schema:
+        return {"description": HTTPStatus(status).phrase, "content": {kind: {"schema": content}}}
 
-
-def _body_schema(
-    fields: Schema, sampling: dict[str, Schema], required: dict[str, Schema]
-) -> Schema:
-    """Return a request's schema. Fields that are not required may also be null."""
-    properties = {
-        name: _or_null(schema) for name, schema in (sampling | fields["properties"]).items()
-    }
-    return {"type": "object", "properties": properties | required, "required": list(required)}
-
-
-def _or_null(schema: Schema) -> Schema:
-    if {"type": "null"} in schema.get("anyOf", ()):
-        return schema
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": REF.format(name=name)}
-
-
-def _json_response(description: str, schema: Schema) -> Schema:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _paths() -> dict[str, Schema]:
-    plain: Schema = {"type": "object"}
-    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-    name = {"name": "name", "in": "path", "required": True, "schema": _TEXT}
-    return {
-        "/v1/completions": _post("CompletionFields", "CompletionResponse", streamed=True),
-        "/v1/chat/completions": _post("ChatFields", "ChatCompletion", streamed=True),
-        "/v1/responses": _post("ResponsesFields", None, streamed=True),
-        "/v1/responses/input_tokens": _post("ResponsesFields", None),
-        "/v1/responses/{response_id}": {
-            **_get("a stored response", plain, 404),
-            "delete": _get("it is no longer stored", plain, 404)["get"],
-            "parameters": [name | {"name": "response_id"}],
-        },
-        "/v1/messages": _post("AnthropicFields", None, streamed=True, error=_ANTHROPIC_ERROR),
-        "/v1/messages/count_tokens": _post("AnthropicFields", None, error=_ANTHROPIC_ERROR),
-        "/tokenize": _post("TokenizeFields", "Tokenized"),
-        "/detokenize": _post("DetokenizeFields", "Detokenized"),
-        "/v1/models": _get("models", plain),
-        "/v1/models/{name}": {**_get("a model", plain, 404), "parameters": [name]},
-        "/health": _get("whether the server is alive", plain, 503),
-        "/ready": _get("whether the server accepts calls", plain, 503),
-        "/version": _get("the version", plain),
-        "/metrics": {"get": {"responses": {"200": {"description": "for Prometheus", **text}}}},
-    }
-
-
-def _post(
-    body: str, answer: str | None, *, streamed: bool = False, error: Schema | None = None
-) -> Schema:
-    whole = _json_response("the answer", {"type": "object"} if answer is None else _ref(answer))
-    if streamed:
-        # All chunks but the last are JSON, which OpenAPI 3.1 cannot express.
-        whole["content"]["text/event-stream"] = {"schema": {}}
-    statuses = {
-        400: "a field that is not supported; the error names it",
-        401: "no valid API key",
-        404: "another model, or an unknown response",
-        408: "the call took too long to arrive, or its own timeout expired",
-        413: "the body is too large",
-        415: "the content type is not JSON",
-        429: "the key has too many open calls; Retry-After says when to try again",
-        431: "the head is too large",
-        500: "the request failed",
-        503: "the queue is full, or there is no engine; Retry-After says when to try again",
-        504: "the server's time limit for a call is over",
-    }
-    error = error or _ref("Error")
-    failures = {str(status): _json_response(text, error) for status, text in statuses.items()}
-    content = {"application/json": {"schema": _ref(body)}}
-    return {
-        "post": {
-            "requestBody": {"required": True, "content": content},
-            "responses": {"200": whole, **failures},
-        }
-    }
-
-
-def _get(description: str, schema: Schema, *others: int) -> Schema:
-    failures = {str(status): _json_response("not available", {}) for status in (401, *others)}
-    return {"get": {"responses": {"200": _json_response(description, schema), **failures}}}
+    if path not in _CALLS:
+        failures = {str(status): answered(status, {}) for status in (401, 404, 503)}
+        item: Schema = {"get": {"responses": {"200": answered(200, _PLAIN), **failures}}}
+        if path.endswith("{name}"):
+            place = {"name": "name", "in": "path", "required": True}
+            item["parameters"] = [place | {"schema": {"type": "string", "minLength": 1}}]
+        return item
+    body, _, answer = _CALLS[path]
+    whole = answered(200, {"$ref": _REF + answer.__name__} if answer else _PLAIN)
+    whole["content"]["text/event-stream"] = {"schema": {}}
+    error = _PLAIN if body is anthropic_request.AnthropicFields else {"$ref": _REF + "Error"}
+    failures = {str(status): answered(status, error) for status in _FAILURES}
+    content = {"application/json": {"schema": {"$ref": _REF + body.__name__}}}
+    request = {"required": True, "content": content}
+    return {"post": {"requestBody": request, "responses": {"200": whole, **failures}}}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-from collections.abc import Callable, Sequence
-from functools import partial
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,31 +17,48 @@ from msgspec import Meta
 from cbatch.core.request.errors import FieldError, too_long
 from cbatch.core.request.from_json import SAMPLING_FIELDS, STRUCTURED_FIELDS, sampling_from_json
 from cbatch.core.request.request import (
-    MAX_TOP_LOGPROBS,
+    DRAFTERS,
     CacheSalt,
     SamplingParams,
     StructuredOutputs,
     require_no_more_ids,
 )
-from cbatch.core.request.typed import converted
+from cbatch.core.request.typed import converted, require_text
 from cbatch.engine.unsupported import without_neutral_fields
-from cbatch.server.protocol.body import MAX_IGNORED, decode_object, take_fields, unknown_members
 from cbatch.server.protocol.model import ServedModel
-from cbatch.text.forced_tools import ForcedCall, ToolChoice, Tools, forced_call
-from cbatch.text.messages import conversation, list_problem, template_variables
+from cbatch.text.forced_tools import ForcedCall
+from cbatch.text.messages import list_problem
 from cbatch.text.output_processor import Prompt
 from cbatch.text.reply_reader import ReplyFormat
-from cbatch.text.thought_grammar import FreeCalls
-from cbatch.text.tool_parsers import call_format, mark_ids
 
 MAX_CHOICES = 128  # sequences that one request may start
 MAX_STOPS = 32
 MAX_STOP_CHARS = 256  # a matcher stores every prefix of a stop string
 MAX_TIMEOUT_S = 1e6
+# Limit of lists and objects in a body: millions would hold the interpreter lock for a second.
+MAX_CONTAINERS = 250_000
+MAX_MEMBERS = 10_000  # of a body, not counting those of its members
+MAX_IGNORED = 64  # names of unknown members to report, of which a body may have many
 ID_LISTS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids")
+
+_ID = {"type": "integer", "minimum": 0}
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": _ID, "minItems": 1}
+_PROMPTS = {"type": "array", "items": {"oneOf": [_TEXT, _IDS]}, "minItems": 1}
+_STOP = _TEXT | {"maxLength": MAX_STOP_CHARS}
+# Limits of sampling parameters that neither their types nor `RANGES` tell, as JSON schemas.
+LIMITS: dict[str, dict[str, Any]] = {
+    "n": {"maximum": MAX_CHOICES},
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]},
+    "logit_bias": {"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
+    "allowed_token_ids": _IDS,
+    **dict.fromkeys(("stop_token_ids", "banned_token_ids"), {"items": _ID}),
+    "drafter": {"items": {"enum": list(DRAFTERS)}, "minItems": 1, "uniqueItems": True},
+}
 
 Int32 = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
+AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 Fields = TypeVar("Fields", bound="RequestFields")
 
 
@@ -128,45 +148,13 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionFields(RequestFields, frozen=True, kw_only=True):
-    prompt: Any = None
+    prompt: Annotated[Any, Meta(extra_json_schema={"oneOf": [_TEXT, _PROMPTS, _IDS]})] = None
     echo: bool = False
     add_special_tokens: bool = True
 
 
-class ChatFields(RequestFields, frozen=True, kw_only=True):
-    messages: Any = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    add_special_tokens: bool = False
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None  # a variable of the chat template, as in vLLM
-    tools: Tools = []
-    tool_choice: ToolChoice | None = None  # None means "auto"
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True  # as in vLLM: false drops thoughts
-    separate_reasoning: bool = True  # as in SGLang: false leaves thoughts in the text
-
-
-class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A text to tokenize, or a conversation with the fields of a chat that change its prompt."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Any = None
-    add_special_tokens: bool | None = None  # None: true for a text, else false
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    tools: Tools = []
-    tool_choice: ToolChoice | None = None
-    truncate_prompt_tokens: Count | None = None
-    return_token_strs: bool = False
-
-
 class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request of either API. `ignored` are the names of unknown fields. The HTTP handler
-    sets `id`, `timeout_s`, `arrived_s`, `itl_target_s`, `owner` and `key_salt`."""
+    """A checked request of any API. `ignored` are the names of unknown fields."""
 
     prompts: tuple[AnyPrompt, ...]
     params: SamplingParams
@@ -187,6 +175,10 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
     origin: msgspec.Struct | None = None  # what the builder of another API's response needs
     origin_bytes: int = 0  # what `origin` and its events hold
 
+    def __post_init__(self) -> None:
+        limits_s = [each for each in (self.timeout_s, self.fields.timeout) if each is not None]
+        msgspec.structs.force_setattr(self, "timeout_s", min(limits_s, default=None))
+
     @property
     def num_bytes(self) -> int:
         """Approximate bytes that the request holds now."""
@@ -206,22 +198,23 @@ class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.fields.stream_options.include_usage) or self.fields.return_metrics
 
 
-def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
-    """Return the checked request. Raises `FieldError` naming the field."""
-    fields, sampling, unknown = _parse(body, CompletionFields, model)
+def parse_completion(body: bytes, model: ServedModel, **call: Any) -> ApiRequest:
+    """Return the checked request. `call` has the fields of `ApiRequest` that are not in the body.
+    Raises `FieldError` naming the field."""
+    fields, sampling, unknown = parse(body, CompletionFields, model)
     prompt_only = (
         fields.echo and type(sampling.get("max_tokens")) is int and not sampling["max_tokens"]
     )
     if prompt_only:
         sampling["max_tokens"] = 1  # the engine's minimum
-    params, grammar_field = _structured(sampling, fields, None)
+    params, grammar_field = structured(sampling, fields, None)
     if fields.echo and params.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=params.logprobs)
         if params.n > 1:
             raise FieldError("n", f"{params.n} choices with `echo` and `logprobs`", "ask for 1")
     token_or_texts = token_prompts(fields.prompt, model)
     prompts = tuple(_read_prompt(prompt, fields, model) for prompt in token_or_texts)
-    _check_size(params, len(prompts))
+    check_size(params, len(prompts))
     return ApiRequest(
         prompts=prompts,
         params=params,
@@ -230,47 +223,11 @@ def parse_completion(body: bytes, model: ServedModel) -> ApiRequest:
         echo=fields.echo,
         prompt_only=prompt_only,
         grammar_field=grammar_field,
+        **call,
     )
 
 
-def parse_chat(body: bytes, model: ServedModel) -> ApiRequest:
-    """Return the checked request. Raises `FieldError` naming the field."""
-    fields, sampling, ignored = _parse(body, ChatFields, model)
-    if fields.top_logprobs and not fields.logprobs:
-        raise FieldError("top_logprobs", "without `logprobs`", "ask for `logprobs` as well")
-    if fields.logprobs:
-        sampling["logprobs"] = fields.top_logprobs
-    sampling.setdefault("max_tokens", model.default_max_tokens)
-    tools, choice, parallel = list(fields.tools), fields.tool_choice, fields.parallel_tool_calls
-    forced = forced_call(tools, choice, parallel=parallel)
-    calls = call_format(model.tool_parser, tools, choice)
-    separate = fields.separate_reasoning and model.thoughts is not None
-    thoughts = model.thoughts or (calls and calls.thoughts)
-    names = frozenset(tool.function.name for tool in tools)
-    reply = ReplyFormat(calls, thoughts, forced, separate, parallel, names)
-    params, grammar_field = _structured(sampling, fields, forced)
-    constrain, output = model.constrain, params.structured_outputs
-    if calls is not None and output is not None and output.around is None:
-        constrain = partial(model.constrain, calls=FreeCalls(calls, tools, parallel))
-        params = constrain(params, ())  # checks the tools; the prompt's end is not known yet
-    elif calls is not None:  # unforced calls follow no grammar
-        strict = (at for at, tool in enumerate(tools) if tool.function.strict)
-        ignored = (*ignored, *(f"tools[{at}].function.strict" for at in strict))
-    _check_size(params, 1)
-    ids = partial(chat_ids, body)
-    return ApiRequest(
-        prompts=(PendingPrompt(len(body), model, ids, "messages", constrain),),
-        params=params,
-        fields=msgspec.structs.replace(fields, messages=None, tools=[]),
-        ignored=ignored,
-        grammar_field=grammar_field,
-        reply=None if reply.is_text else reply,
-        mark_ids=None if reply.is_text else mark_ids(reply, model.tokenizer),
-        include_reasoning=fields.include_reasoning,
-    )
-
-
-def _structured(
+def structured(
     sampling: dict[str, Any], fields: RequestFields, forced: ForcedCall | None
 ) -> tuple[SamplingParams, str]:
     """Return the parameters with the request's constraint on the output, and its field. A format
@@ -293,7 +250,7 @@ def _structured(
     return params, "structured_outputs"
 
 
-def _parse(
+def parse(
     body: bytes, kind: type[Fields], model: ServedModel
 ) -> tuple[Fields, dict[str, Any], tuple[str, ...]]:
     """Return the fields of `kind`, the sampling parameters, and the names of unknown fields. The
@@ -318,7 +275,7 @@ def _parse(
     return fields, defaults | sampling, tuple(ignored)
 
 
-def _check_size(params: SamplingParams, num_prompts: int) -> None:
+def check_size(params: SamplingParams, num_prompts: int) -> None:
     if params.n * num_prompts > MAX_CHOICES:
         problem = f"{params.n} choices of {num_prompts} prompts"
         raise FieldError("n", problem, f"ask for <= {MAX_CHOICES} in all")
@@ -358,7 +315,7 @@ def _read_prompt(
     """Return the prompt for the engine. A text stays a text if no option changes its token ids."""
     num_last, special = fields.truncate_prompt_tokens, fields.add_special_tokens
     if not isinstance(prompt, str):
-        return _truncated(prompt, num_last)
+        return truncated(prompt, num_last)
     model.require_length("prompt", prompt)
     if num_last is None and special:
         return prompt
@@ -371,30 +328,69 @@ def text_ids(
 ) -> tuple[int, ...]:
     """Return the ids of the prompt's last `num_last` tokens; None: all."""
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return _truncated(tuple(ids), num_last)
+    return truncated(tuple(ids), num_last)
 
 
-def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
-    """Return the token ids of a chat's messages. Raises `FieldError`."""
-    fields = take_fields(decode_object(body), ChatFields)
-    text = chat_text(fields, model)
-    ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
-    return _truncated(ids, fields.truncate_prompt_tokens)
-
-
-def chat_text(fields: ChatFields | TokenizeFields, model: ServedModel) -> str:
-    """Return the prompt of a chat's messages as text. Raises `FieldError`."""
-    tools = fields.tools if fields.tool_choice != "none" else []
-    effort = (
-        {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
-    )
-    return model.render(
-        conversation(fields.messages),
-        tools=msgspec.to_builtins(tools) or None,
-        add_generation_prompt=fields.add_generation_prompt,
-        variables=template_variables(effort | (fields.chat_template_kwargs or {})),
-    )
-
-
-def _truncated(ids: tuple[int, ...], num_last: int | None) -> tuple[int, ...]:
+def truncated(ids: tuple[int, ...], num_last: int | None) -> tuple[int, ...]:
     return ids if num_last is None else ids[-num_last:]
+
+
+# ---- JSON bodies, each field checked separately, so that an error names it -------------------
+
+
+def decode_object(body: bytes, limit: int = MAX_CONTAINERS) -> dict[str, Any]:
+    """Return the body's JSON object without null members. Raises `FieldError`, also for more than
+    `limit` lists and objects, where brackets in strings count as well."""
+    if body.count(b"[") + body.count(b"{") > limit:
+        remedy = f"send <= {limit} of them"
+        raise FieldError("body", "has too many lists and objects", remedy)
+    try:
+        record = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        with suppress(RecursionError):
+            require_text("", _lenient(body))
+        raise FieldError("body", f"is not JSON ({error})", "send a JSON object") from error
+    except RecursionError as error:
+        raise FieldError("body", "is nested too deeply", "send a plain JSON object") from error
+    if not isinstance(record, dict):
+        raise FieldError("body", "is not a JSON object", 'send {"prompt": ...}')
+    if len(record) > MAX_MEMBERS:
+        raise FieldError("body", f"has {len(record)} members", f"send <= {MAX_MEMBERS} of them")
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def _lenient(body: bytes) -> Any:
+    """Decode JSON that may contain lone surrogates, which msgspec rejects; None if invalid."""
+    with suppress(ValueError):
+        return json.loads(body)
+
+
+def take_fields(record: dict[str, Any], kind: type[AnyStruct]) -> AnyStruct:
+    """Remove the fields that `kind` declares from `record` and check them. Raises `FieldError`."""
+    values = {}
+    for field in _fields_of(kind):
+        if field.name in record:
+            values[field.name] = converted(field.name, record.pop(field.name), field.type)
+        elif field.required:
+            raise FieldError(field.name, "is missing", "give it")
+    return kind(**values)
+
+
+@lru_cache
+def _fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields of `kind`. Cached, as this takes longer than checking a request."""
+    return msgspec.structs.fields(kind)
+
+
+def unknown_members(raw: Any, read: Any, prefix: str) -> Iterator[str]:
+    """Yield paths of unknown members of `raw`, such as `tools[0].function.color`. `read` is the
+    struct or list that was parsed from `raw`."""
+    if isinstance(raw, dict) and isinstance(read, msgspec.Struct):
+        for name, value in raw.items():
+            if name in read.__struct_fields__:
+                yield from unknown_members(value, getattr(read, name), f"{prefix}{name}.")
+            elif value is not None:
+                yield f"{prefix}{name}"
+    elif isinstance(raw, list) and isinstance(read, list):
+        for at, item in enumerate(raw):
+            yield from unknown_members(item, read[at], f"{prefix[:-1]}[{at}].")

@@ -122,6 +122,19 @@ class CallMetrics(msgspec.Struct):
     speculative_decoding: SpeculativeDecoding | None
 
 
+class Chunk(msgspec.Struct):
+    """An event of a streamed completion or chat. `usage` is null until the last, if requested."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice] | list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat, with its first chunk
+    usage: Usage | None | UnsetType = UNSET
+    metrics: CallMetrics | UnsetType = UNSET
+
+
 class CompletionResponse(msgspec.Struct):
     id: str
     created: int

@@ -114,9 +114,10 @@ def parse_responses(
     model: ServedModel,
     responses: KeyResponses,
     hold: Callable[[int], None] = lambda _: None,
+    **call: Any,
 ) -> ApiRequest:
-    """Return the checked request. Raises `FieldError` naming the field. `hold` counts the bytes
-    that parsing takes, before they are used."""
+    """Return the checked request. `hold` counts the bytes that parsing takes, before they are used.
+    `call` is as for `parse_chat`. Raises `FieldError` naming the field."""
     read = translation.read_body(body, ResponsesFields, REFUSED_FIELDS, model)
     fields = read.fields
     for name in fields.include:
@@ -162,8 +163,8 @@ def parse_responses(
     kept = (*before, *texts) if fields.store else ()
     sent = {name: read.sent[name] for name in REPEATED if name in read.sent}
     store = responses if fields.store else None
-    call = ResponsesCall(structs.replace(fields, input=None), sent, offered, kept, named, store)
     ignored = itertools.chain(skipped, read.ignored())
-    request = translation.chat_request(chat, model, RESPONSES_NAMES, ignored, call)
+    origin = ResponsesCall(structs.replace(fields, input=None), sent, offered, kept, named, store)
     num_bytes = _COPIES * len(msgspec.json.encode(sent)) + sum(map(len, kept))
-    return structs.replace(request, origin_bytes=num_bytes)
+    call |= {"origin": origin, "origin_bytes": num_bytes}
+    return translation.chat_request(chat, model, RESPONSES_NAMES, ignored, **call)

@@ -14,20 +14,21 @@ from msgspec import structs
 
 from cbatch.core.request.errors import FieldError, too_long
 from cbatch.engine.unsupported import Missing
-from cbatch.server.protocol.body import (
+from cbatch.server.protocol.chats import parse_chat
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import (
     MAX_CONTAINERS,
     MAX_IGNORED,
+    ApiRequest,
     decode_object,
     take_fields,
     unknown_members,
 )
-from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import ApiRequest, parse_chat
 
 AnyError = TypeVar("AnyError", bound=FieldError)
 AnyFields = TypeVar("AnyFields", bound=msgspec.Struct)
 # Names in another API of a chat's fields: regular expressions and their replacements.
-FieldNames = Mapping[str, str]
+FieldNames = dict[str, str]
 # A body has at most this many brackets per token of the context, and some for other members. More
 # fit no context, and their objects would take ten times the memory of the body.
 _BRACKETS_PER_TOKEN, _FREE_BRACKETS = 16, 2**14
@@ -82,17 +83,17 @@ def chat_request(
     model: ServedModel,
     names: FieldNames,
     ignored: Iterable[str],
-    origin: msgspec.Struct | None = None,
+    **call: Any,
 ) -> ApiRequest:
-    """Return the request for a chat's body. `ignored` are unknown fields of the API's own body,
-    `origin` is for the builder of the response. Raises `FieldError`, with the API's `names`."""
+    """Return the request for a chat's body. `ignored` are unknown fields of the API's own body.
+    `call` is as for `parse_chat`. Raises `FieldError`, with the API's `names`."""
     present = {name: value for name, value in chat.items() if value is not None}
     try:
-        request = parse_chat(msgspec.json.encode(present), model)
+        request = parse_chat(msgspec.json.encode(present), model, **call)
     except FieldError as error:
         raise renamed(error, names) from error
     ignored = (*(rename(name, names) for name in request.ignored), *islice(ignored, MAX_IGNORED))
-    return structs.replace(request, ignored=ignored, origin=origin)
+    return structs.replace(request, ignored=ignored)
 
 
 def rename(field: str, names: FieldNames) -> str:

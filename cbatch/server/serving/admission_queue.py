@@ -103,10 +103,40 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise FieldError(field.name, f"{value!r} is not allowed", "give a positive number")
 
 
+class Place:
+    """What a prompt holds in the queue: its choices without a slot, and its prompt tokens, which
+    are an upper bound until `set_tokens`. Closing it, also as a context manager, frees them."""
+
+    def __init__(self, queue: AdmissionQueue, owner: str | None) -> None:
+        self._queue, self._owner = queue, owner
+        self._held = (0, 0, 0)  # choices, tokens, and those of the tokens that are a bound
+
+    def hold(self, num_requests: int, num_tokens: int, num_bound: int = 0) -> None:
+        """Count these instead of the earlier numbers."""
+        requests, tokens, bound = self._held
+        self._held = (num_requests, num_tokens, num_bound)
+        self._queue._requests.add(num_requests - requests, self._owner)
+        self._queue._tokens.add(num_tokens - tokens, self._owner)
+        self._queue._bound_tokens += num_bound - bound
+
+    def set_tokens(self, num_tokens: int) -> None:
+        """Set the true number of prompt tokens."""
+        self.hold(self._held[0], num_tokens)
+
+    def leave(self) -> None:
+        """Free the place of a choice that got its slot. The first also frees the tokens."""
+        self.hold(self._held[0] - 1, 0)
+        self._queue._departures_s.append(self._queue._clock())
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hold(0, 0)
+
+
 class AdmissionQueue:
-    """Counts of queued requests and prompt tokens, and of rejections so far by reason. Each
-    `OpenRequest` subtracts its own reservation when it leaves the queue. `pending_tokens` are those
-    of prompts that are being tokenized: upper bounds, of which none may ever reach the engine."""
+    """Counts of queued requests and prompt tokens, and of rejections so far by reason."""
 
     def __init__(
         self,
@@ -118,7 +148,7 @@ class AdmissionQueue:
         self._limits, self._clock, self._stats = limits, clock, stats
         self._requests = SharedLimit(limits.max_queued_requests, "requests")
         self._tokens = SharedLimit(limits.max_queued_prompt_tokens, "prompt tokens")
-        self.pending_tokens = 0
+        self._bound_tokens = 0  # of prompts that are being tokenized: none may reach the engine
         self.rejections: dict[str, int] = {}
         self._departures_s: deque[float] = deque(maxlen=_NUM_DEPARTURES)
 
@@ -130,15 +160,13 @@ class AdmissionQueue:
     def num_prompt_tokens(self) -> int:
         return self._tokens.total
 
-    def reserve(self, num_requests: int, prompt_tokens: int, owner: str | None = None) -> None:
-        """Count the choices and tokens of a prompt, if allowed. Raises `OverloadedError`."""
+    def reserve(self, num_requests: int, prompt_tokens: int, owner: str | None = None) -> Place:
+        """Return a place for the choices of a prompt and for `prompt_tokens` at most. Raises
+        `OverloadedError`."""
         self.require_room(num_requests, prompt_tokens, owner)
-        self.add(num_requests, prompt_tokens, owner)
-
-    def add(self, num_requests: int, prompt_tokens: int, owner: str | None) -> None:
-        """Change the counts."""
-        self._requests.add(num_requests, owner)
-        self._tokens.add(prompt_tokens, owner)
+        place = Place(self, owner)
+        place.hold(num_requests, prompt_tokens, prompt_tokens)
+        return place
 
     def estimated_prefill_s(self) -> float:
         """Return the estimated seconds to compute all prompts tokenized so far, ignoring prefix
@@ -146,7 +174,7 @@ class AdmissionQueue:
         stats = self._stats()
         if stats is None:
             return 0.0
-        queued_tokens = self.num_prompt_tokens - self.pending_tokens
+        queued_tokens = self.num_prompt_tokens - self._bound_tokens
         return (queued_tokens + stats.remaining_prompt_tokens) * stats.prompt_token_s
 
     def require_in_time(self) -> None:
@@ -176,9 +204,6 @@ class AdmissionQueue:
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
         retry_after_s = min(retry_after_s or self._retry_after_s(), MAX_RETRY_AFTER_S)
         return OverloadedError(f"{problem}; try again in {retry_after_s} s", retry_after_s)
-
-    def record_departure(self) -> None:
-        self._departures_s.append(self._clock())
 
     def _retry_after_s(self) -> int:
         """Estimate the seconds until the queue is empty, from the rate of recent departures."""

@@ -18,8 +18,8 @@ from cbatch.process.messages import BlockMap, Snapshot, StepSnapshot
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.metrics import Metrics
+from cbatch.server.serving.replies import encode
 from cbatch.server.serving.request_record import Histogram
-from cbatch.server.serving.response_builder import encode
 from cbatch.server.serving.service import EngineService
 
 MAX_WATCHERS = 32  # open pages
@@ -86,12 +86,12 @@ class LiveFeed:
         number = self._num_watches
         self._watchers[number] = unread
         if len(self._watchers) == 1:
-            self._service.watch(self._on_snapshot)
+            self._service.client.watch(self._on_snapshot)
         try:
             yield b""
             yield b"event: hello\ndata: " + encode(self._hello()) + b"\n\n"
             yield self._frame(self._latest)
-            while not self._service.has_ended:
+            while self._service.num_open or self._state not in ("stopping", "down"):
                 try:
                     frame = await asyncio.wait_for(unread.get(), MAX_EVENT_INTERVAL_S)
                 except TimeoutError:
@@ -100,7 +100,7 @@ class LiveFeed:
         finally:
             del self._watchers[number]
             if not self._watchers:
-                self._service.watch(None)
+                self._service.client.watch(None)
                 self._latest = None
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
@@ -111,8 +111,18 @@ class LiveFeed:
                 unread.get_nowait()
             unread.put_nowait(frame)
 
+    @property
+    def _state(self) -> str:
+        if self._service.stopping:
+            return "stopping"
+        if not self._service.running:
+            return "down"
+        return "running" if self._service.client.up else "restarting"
+
     def _hello(self) -> Hello:
-        config, model = self._service.config, self._model
+        engine, model = self._service.client.engine, self._model
+        assert engine is not None
+        config = engine.config
         return Hello(
             model=model.name,
             version=version("cbatch"),
@@ -129,12 +139,12 @@ class LiveFeed:
         service, metrics = self._service, self._metrics
         frame = Frame(
             at_s=time.monotonic(),
-            state=service.state,
+            state=self._state,
             queued_requests=service.queue.num_requests,
             generation_tokens=metrics.generation_tokens,
             first_token=_mean(metrics.first_token_s),
             between_tokens=_mean(metrics.inter_token_s),
-            restarts=service.num_restarts,
+            restarts=self._service.client.num_restarts,
             view=None if snapshot is None else self._view(snapshot),
         )
         return b"data: " + encode(frame) + b"\n\n"
@@ -159,7 +169,7 @@ class LiveFeed:
     def _short_id(self, wire_id: str) -> str | None:
         """Return a few characters of the request's id: enough for a page to find its own request,
         but not the full id of another client's request."""
-        request_id = self._service.request_id(wire_id)
+        request_id = self._service.client.request_id(wire_id)
         return None if request_id is None else request_id.partition("-")[2][_ID_CHARS]
 
 

@@ -29,6 +29,11 @@ from cbatch.server.serving.service import EngineService
 if TYPE_CHECKING:
     from cbatch.kv_events.publisher import KVEventPublisher
 
+
+from collections.abc import Iterable
+
+from prometheus_client.parser import text_string_to_metric_families
+
 LABELS = ("model_name", "engine")
 
 
@@ -56,10 +61,11 @@ class Metrics(RequestTotals, Collector):
         yield from self._queue_metrics()
         if self._service.kv_events is not None:
             yield from self._kv_event_metrics(self._service.kv_events)
-        if self._service.running:
-            yield self._cache_config(self._service.config)
-        if self._service.stats is not None:
-            yield from self._engine_metrics(self._service.stats)
+        engine = self._service.client.engine
+        if engine is not None and self._service.running:
+            yield self._cache_config(engine.config)
+        if self._service.client.stats is not None:
+            yield from self._engine_metrics(self._service.client.stats)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -148,7 +154,7 @@ class Metrics(RequestTotals, Collector):
         text = "Open calls, including those whose prompt or grammar is still processed."
         yield self._gauge("cbatch:open_calls", text, service.num_open)
         text = "Restarts of the engine process."
-        yield self._counter("cbatch:engine_restarts", text, service.num_restarts)
+        yield self._counter("cbatch:engine_restarts", text, service.client.num_restarts)
 
     def _kv_event_metrics(self, events: KVEventPublisher) -> Iterator[Metric]:
         text = "Batches of KV events, sent or dropped."
@@ -243,3 +249,33 @@ class Metrics(RequestTotals, Collector):
         ):
             by_position = {str(i): value for i, value in enumerate(values)}
             yield self._counters(f"cbatch:survival_{name}", text, "position", by_position)
+
+
+LABEL = "replica"
+
+
+class FleetPages(Collector):
+    """Collects the replicas' metrics from `pages`, which are (name, page) pairs. A replica's name
+    becomes a label of its series."""
+
+    def __init__(self, pages: Iterable[tuple[str, bytes]]) -> None:
+        self._pages = list(pages)
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for replica, page in self._pages:
+            for family in text_string_to_metric_families(page.decode()):
+                family_of_all = merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {LABEL: replica, **sample.labels}
+                    family_of_all.samples.append(sample._replace(labels=labels))
+        yield from merged.values()
+
+
+def merge(pages: Iterable[tuple[str, bytes]]) -> bytes:
+    """Return one page in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(FleetPages(pages))
+    return generate_latest(registry)

@@ -14,7 +14,7 @@ from msgspec import structs
 from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import Request
 from cbatch.process.client import EngineClient
-from cbatch.process.open_sequence import OpenSequence
+from cbatch.process.crash_suspects import OpenSequence
 from cbatch.server.protocol.errors import (
     ClientDeadlineError,
     DeadlineError,
@@ -23,7 +23,7 @@ from cbatch.server.protocol.errors import (
     SlowReaderError,
 )
 from cbatch.server.protocol.requests import ApiRequest
-from cbatch.server.serving.admission_queue import AdmissionQueue
+from cbatch.server.serving.admission_queue import AdmissionQueue, Place
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice
 from cbatch.text.outputs import Output
@@ -78,6 +78,7 @@ class OpenRequest:
     """
 
     request: Request
+    place: Place  # in the queue
 
     def __init__(self, queue: AdmissionQueue, num_choices: int, owner: str | None = None) -> None:
         self.num_choices, self._owner = num_choices, owner
@@ -86,7 +87,6 @@ class OpenRequest:
         self.cached_tokens = 0  # prompt tokens that the first choice had in the prefix cache
         self.resources = ExitStack()
         self._queue = queue
-        self._queued_choices = self._queued_tokens = self._pending_tokens = 0
         self._queue_timer: asyncio.TimerHandle | None = None
         self._running: dict[ServedChoice, None] = {}
         self._over = False
@@ -99,17 +99,8 @@ class OpenRequest:
 
     def enqueue(self, prompt_tokens: int) -> None:
         """Reserve a place in the queue for `prompt_tokens` at most. Raises `OverloadedError`."""
-        self._queue.reserve(self.num_choices, prompt_tokens, self._owner)
-        self._queue.pending_tokens += prompt_tokens
-        self._queued_choices = self.num_choices
-        self._queued_tokens = self._pending_tokens = prompt_tokens
-        self.resources.callback(self._leave_queue)
-
-    def set_prompt_tokens(self, prompt_tokens: int) -> None:
-        """Change the number of reserved prompt tokens to the true one, or to 0."""
-        self._queue.add(0, prompt_tokens - self._queued_tokens, self._owner)
-        self._queue.pending_tokens -= self._pending_tokens
-        self._queued_tokens, self._pending_tokens = prompt_tokens, 0
+        place = self._queue.reserve(self.num_choices, prompt_tokens, self._owner)
+        self.place = self.resources.enter_context(place)
 
     def set_deadlines(self, queue_timeout_s: float | None, deadline: Deadline | None) -> None:
         """Start the timers of the queue, from now, and of the whole call."""
@@ -157,10 +148,7 @@ class OpenRequest:
         if self.admitted_s is None:
             self.admitted_s = time.monotonic() - ago_s
             self.cached_tokens = cached_tokens
-        self.set_prompt_tokens(0)
-        self._queued_choices -= 1
-        self._queue.add(-1, 0, self._owner)
-        self._queue.record_departure()
+        self.place.leave()
         if self._queue_timer is not None:
             self._queue_timer.cancel()
 
@@ -189,11 +177,6 @@ class OpenRequest:
         with ExitStack() as cancels:  # cancels all choices even if one cancellation raises
             for choice in self._running:
                 cancels.callback(self.client.cancel, choice)
-
-    def _leave_queue(self) -> None:
-        self.set_prompt_tokens(0)
-        self._queue.add(-self._queued_choices, 0, self._owner)
-        self._queued_choices = 0
 
     # ---- outputs ------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,12 +16,10 @@ from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams, StructuredOutputs
-from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.engine.core import EngineMetrics
 from cbatch.grammars import GrammarsBusyError, GrammarValidator, grammars_unsupported
 from cbatch.kv_events.wire import encode_cleared
 from cbatch.process.client import EngineClient
-from cbatch.process.messages import Ready, Snapshot, Stepped
+from cbatch.process.messages import Ready, Stepped
 from cbatch.server.protocol.errors import ServiceDownError, ServiceError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import (
@@ -67,7 +65,7 @@ class EngineService:
         engine's KV events; the service closes it."""
         self.limits = limits or Limits()
         self.queue = AdmissionQueue(self.limits, time.monotonic, lambda: client.stats)
-        self._client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
+        self.client, self._tokenizer, self._seeds = client, tokenizer, Seeds(seed)
         self.kv_events = kv_events
         if kv_events is not None:
             client.on_step, client.on_death = self._publish, self._publish_cleared
@@ -76,7 +74,8 @@ class EngineService:
         self._grammars: GrammarValidator | None = None
         self._prompts: PromptReader | None = None
         self._submitted: dict[OpenRequest, None] = {}  # prompts that the engine has
-        self._num_open = 0  # see `num_open`
+        # Unfinished prompts, with those that are being tokenized or have their grammar validated.
+        self.num_open = 0
         self._stops_at_s: float | None = None  # when grace time ends; None: not stopping
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,76 +84,30 @@ class EngineService:
     @property
     def running(self) -> bool:
         """True if the engine runs or is being restarted."""
-        return self._client.engine is not None and self.down is None
+        return self.client.engine is not None and self.client.down is None
 
     @property
-    def down(self) -> str | None:
-        """The reason why the engine is gone for good, if it is."""
-        return self._client.down
+    def stopping(self) -> bool:
+        return self._stops_at_s is not None
 
     @property
     def ready(self) -> bool:
         """True if the engine runs and requests need not wait for its first steps."""
         warm = self._warming is None or self._warming.done()
-        return self._client.up and warm and self._stops_at_s is None
+        return self.client.up and warm and not self.stopping
 
     @property
     def num_requests(self) -> int:
         """Number of unfinished prompts in the engine."""
         return len(self._submitted)
 
-    @property
-    def num_open(self) -> int:
-        """Number of unfinished prompts: `num_requests`, and prompts that are being tokenized or
-        have their grammar validated."""
-        return self._num_open
-
-    @property
-    def stats(self) -> EngineMetrics | None:
-        """Statistics of the last step or heartbeat. Totals restart at 0 with the engine."""
-        return self._client.stats
-
-    @property
-    def num_restarts(self) -> int:
-        """Number of times the engine was started again after it died."""
-        return max(0, self._client.num_starts - 1)
-
-    @property
-    def state(self) -> str:
-        """The state in one word, for the live page."""
-        if self._stops_at_s is not None:
-            return "stopping"
-        if not self.running:
-            return "down"
-        return "running" if self._client.up else "restarting"
-
-    @property
-    def has_ended(self) -> bool:
-        """True if no request is open and none will be accepted again."""
-        ending = self._stops_at_s is not None or self.down is not None
-        return ending and not self._num_open
-
-    @property
-    def config(self) -> SchedulerConfig:
-        """The configuration of the engine, which must have been started."""
-        assert self._client.engine is not None
-        return self._client.engine.config
-
-    def watch(self, on_snapshot: Callable[[Snapshot], None] | None) -> None:
-        """See `EngineClient.watch`."""
-        self._client.watch(on_snapshot)
-
-    def request_id(self, wire_id: str) -> str | None:
-        """Return the API's request id for the engine's `wire_id`, None if the request has ended."""
-        return self._client.request_id(wire_id)
-
     async def start(self) -> Ready:
         """Wait for the engine to start. Raises `FieldError` or `EngineStartError`."""
-        return self._client.engine or await self._client.start()
+        return self.client.engine or await self.client.start()
 
     def open(self, model: ServedModel) -> PromptReader:
         """Prepare to tokenize the prompts of `model`. The engine must have been started."""
-        engine = self._client.engine
+        engine = self.client.engine
         assert engine is not None
         supports_grammars = self._tokenizer is not None and engine.supports_grammars
         eos_ids = engine.config.eos_ids if supports_grammars else None
@@ -225,7 +178,7 @@ class EngineService:
         self._stops_at_s = time.monotonic()
         await self._end_warming()
         self._abort_all(_STOPPING)
-        await self._client.stop()
+        await self.client.stop()
         if self.kv_events is not None:
             self.kv_events.close()
         if self._grammars is not None:
@@ -267,13 +220,13 @@ class EngineService:
         request = self._request(ids, params, api_request, engine)
         if request.params.structured_outputs is not None:
             request = await self._with_grammar(request, api_request)
-        opened.set_prompt_tokens(len(ids))
+        opened.place.set_tokens(len(ids))
         self.queue.require_in_time()
         self._submitted[opened] = None
         opened.resources.callback(self._submitted.pop, opened)
         opened.set_deadlines(self.limits.queue_timeout_s, deadline)
         unread_share = self.limits.max_unread_tokens // len(api_request.prompts)
-        opened.begin(request, api_request, self._client, self._tokenizer, unread_share)
+        opened.begin(request, api_request, self.client, self._tokenizer, unread_share)
 
     def _publish(self, step: Stepped) -> None:
         if step.kv_events and self.kv_events is not None:
@@ -285,9 +238,9 @@ class EngineService:
 
     def _require_engine(self) -> Ready:
         """Return the engine's configuration. Raises `ServiceDownError`."""
-        engine = self._client.engine
+        engine = self.client.engine
         if engine is None or not self.running:
-            raise ServiceDownError(self.down or "the engine is not running")
+            raise ServiceDownError(self.client.down or "the engine is not running")
         if self._stops_at_s is not None:
             remaining_s = math.ceil(self._stops_at_s - time.monotonic())
             raise ServiceDownError(_STOPPING, max(1, min(MAX_RETRY_AFTER_S, remaining_s)))
@@ -334,13 +287,13 @@ class EngineService:
 
     def _count_open(self, resources: ExitStack) -> None:
         """Count a prompt as open until `resources` are closed."""
-        self._num_open += 1
+        self.num_open += 1
         self._idle.clear()
         resources.callback(self._count_closed)
 
     def _count_closed(self) -> None:
-        self._num_open -= 1
-        if not self._num_open:
+        self.num_open -= 1
+        if not self.num_open:
             self._idle.set()
 
     def _abort_all(self, message: str) -> None:

@@ -12,20 +12,15 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.sequence import SchedulerStats
-from cbatch.server.serving.collector import (
-    bounded_session,
-    require_valid_variables,
-    without_secrets,
-)
+from cbatch.process.client import EngineClient
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.request_record import RequestRecord, SequenceTimes
-from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Output
 
 SpanExporter = Any  # OpenTelemetry's class. Its packages need not be installed.
@@ -117,7 +112,7 @@ class TracedRecord(RequestRecord):
         super().__init__(*args)
         self._tracer, self.headers = tracer, headers
         self._prompts: list[OpenRequest] = []
-        # At the first and the latest output: restarts of the engine, and totals of its steps.
+        # At the first and the latest output: starts of the engine, and totals of its steps.
         self._steps: list[tuple[int, SchedulerStats]] = []
 
     def open(self, opened: OpenRequest) -> None:
@@ -126,9 +121,9 @@ class TracedRecord(RequestRecord):
 
     def observe(self, sequence: SequenceTimes, output: Output, admitted_s: float | None) -> None:
         super().observe(sequence, output, admitted_s)
-        service = self._tracer.service
-        if self._sequences and service.stats is not None:
-            self._steps[1:] = [(service.num_restarts, service.stats.totals)]
+        client = self._tracer.client
+        if self._sequences and client.stats is not None:
+            self._steps[1:] = [(client.num_starts, client.stats.totals)]
 
     def write(self) -> None:
         super().write()
@@ -193,14 +188,14 @@ class RequestTracer:
     """Exports the spans of requests. OpenTelemetry's variables of the environment choose the
     sampler, the name of the service and the size of batches."""
 
-    def __init__(self, exporter: SpanExporter, model: str, service: EngineService) -> None:
+    def __init__(self, exporter: SpanExporter, model: str, client: EngineClient) -> None:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = _provider(exporter)
         self._start_span = self._provider.get_tracer("cbatch", version("cbatch")).start_span
         self._extract, self._trace = TraceContextTextMapPropagator().extract, trace
-        self._model, self.service = model, service
+        self._model, self.client = model, client
 
     def export(self, record: TracedRecord) -> None:
         """Queue the spans of a request that ends now. Its header `traceparent` names the parent."""
@@ -221,3 +216,126 @@ class RequestTracer:
         flush = threading.Thread(target=self._provider.shutdown, daemon=True)
         flush.start()
         flush.join(FLUSH_S)
+
+
+MAX_ANSWER_BYTES = 2**16  # read of an answer; the exporter needs none of it
+MAX_ANSWER_S = 5.0  # time to read an answer after its head
+_PREFIX, _OTLP = "OTEL_", ("OTEL_EXPORTER_OTLP_TRACES_", "OTEL_EXPORTER_OTLP_")
+_FILES = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
+_CREDENTIALS = "CREDENTIAL_PROVIDER"  # variables of this suffix name a class of sessions
+_sdk = logging.getLogger("opentelemetry")
+_logger = logging.getLogger("cbatch")
+
+
+def bounded_session() -> Any:
+    """Return a `requests.Session` that reads at most `MAX_ANSWER_BYTES` of an answer, not
+    decompressed; None if a variable names another session."""
+    if any(name.endswith(_CREDENTIALS) for name in os.environ if name.startswith(_PREFIX)):
+        return None
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    class BoundedAdapter(HTTPAdapter):
+        def send(self, *args: Any, **options: Any) -> Any:
+            options["stream"] = True
+            response: Any = super().send(*args, **options)
+            response._content, response._content_consumed = _start_of(response.raw), True
+            return response
+
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, BoundedAdapter())
+    return session
+
+
+def _start_of(raw: Any) -> bytes:
+    """Read the start of an answer. The connection is kept if that is the whole answer."""
+    content, until_s = b"", time.monotonic() + MAX_ANSWER_S
+    while len(content) < MAX_ANSWER_BYTES and time.monotonic() < until_s:
+        part = raw.read1(MAX_ANSWER_BYTES - len(content), decode_content=False)
+        if not part:
+            raw.release_conn()
+            return content
+        content += part
+    raw.close()
+    return content
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL without user, password and query."""
+    return re.sub(r"[?#].*", "", re.sub(r"^((?:.*?//)?).*@", r"\1", url))
+
+
+def require_valid_variables(trial: Callable[[], None]) -> None:
+    """Call `trial`, which makes what reads OpenTelemetry's variables. Raises `FieldError` naming
+    the variable without which the trial fails no more. Warnings of the SDK count as failures. An
+    empty variable is unset, as OpenTelemetry specifies."""
+    values = {name: text for name, text in os.environ.items() if name.startswith(_PREFIX)}
+    for name in [name for name, text in values.items() if not text.strip()]:
+        del os.environ[name], values[name]
+    if "OTEL_TRACES_SAMPLER" in values:
+        os.environ.setdefault("OTEL_TRACES_SAMPLER_ARG", "1.0")  # the default, without a warning
+    problem = _problem(trial)
+    if problem is None:
+        return
+    named = [name for name in values if name.removeprefix(_PREFIX) in problem]
+    culprit = max(named, key=len, default=None)
+    if culprit is None and _problem(trial) is not None:
+        culprit = _culprit(trial, sorted(values))
+    elif culprit is None:  # a module has read the variable once, at its import
+        quoted = [name for name, text in values.items() if text in problem]
+        culprit = max(quoted, key=lambda name: len(values[name]), default=None)
+    if culprit is None:
+        _logger.warning("OpenTelemetry: %s", without_secrets(problem))
+        return
+    secret = "HEADERS" in culprit
+    shown = "its value" if secret else repr(without_secrets(values[culprit]))
+    reason = "write name=value, separated by commas" if secret else without_secrets(problem)
+    raise FieldError(culprit, f"{shown} is not allowed", f"correct it or unset it ({reason})")
+
+
+def _culprit(trial: Callable[[], None], names: list[str]) -> str | None:
+    removed = {}
+    try:
+        for name in names:
+            removed[name] = os.environ.pop(name)
+            if _problem(trial) is None:
+                return name
+    finally:
+        os.environ.update(removed)
+    return None
+
+
+def _problem(trial: Callable[[], None]) -> str | None:
+    """Return why the trial failed, or what the SDK logged meanwhile, in one line."""
+    said: list[str] = []
+    listener, propagates = logging.Handler(logging.WARNING), _sdk.propagate
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    _sdk.addHandler(listener)
+    _sdk.propagate = False
+    try:
+        _require_usable()
+        trial()
+    except FieldError:  # of `--otlp-endpoint`
+        raise
+    except Exception as error:
+        said.insert(0, str(error) or repr(error))
+    finally:
+        _sdk.removeHandler(listener)
+        _sdk.propagate = propagates
+    return " ".join(said[0].split()) if said else None
+
+
+def _require_usable() -> None:
+    """Check the variables that are read only when spans are sent. Raises ValueError, OSError."""
+    for prefix in _OTLP:
+        seconds = os.environ.get(f"{prefix}TIMEOUT") or "1"
+        if not 0 < float(seconds) <= threading.TIMEOUT_MAX:
+            raise ValueError(f"{seconds} s cannot be waited for")
+        for name in _FILES:
+            if path := os.environ.get(prefix + name):
+                with open(path, "rb"):
+                    pass
+    delay_ms = os.environ.get("OTEL_BSP_SCHEDULE_DELAY") or "1"
+    if int(delay_ms) > threading.TIMEOUT_MAX * 1000:
+        raise ValueError(f"{delay_ms} ms is too long")

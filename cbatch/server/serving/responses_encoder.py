@@ -1,4 +1,4 @@
-"""Builds responses of OpenAI's Responses API, and stores them."""
+"""Responses of OpenAI's Responses API. A complete response is stored."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.protocol.response_items import encrypted, qualified
 from cbatch.server.protocol.responses_request import (
     ENCRYPTED,
@@ -16,9 +14,9 @@ from cbatch.server.protocol.responses_request import (
     RESPONSES_NAMES,
     ResponsesCall,
 )
-from cbatch.server.serving.block_builder import BlockBuilder, ReplyBlock, named_event
-from cbatch.server.serving.request_record import RequestRecord
-from cbatch.server.serving.response_builder import encode
+from cbatch.server.serving.blocks import Blocks, ReplyBlock, named_event
+from cbatch.server.serving.replies import PING, Replies, encode
+from cbatch.text.outputs import Output
 
 # By the kind of a block: the prefix of ids, and the beginning of the names of its own events.
 _KINDS = {
@@ -31,14 +29,14 @@ _FIXED = {"object": "response", "background": False, "truncation": "disabled", "
 _FIXED |= dict.fromkeys(("error", "incomplete_details", "usage"))
 
 
-class ResponsesBuilder(BlockBuilder):
-    id_prefix, field_names = "resp_", RESPONSES_NAMES
+class ResponsesEncoder:
+    id_prefix, ping, field_names = "resp_", PING, RESPONSES_NAMES
     new_ids = True  # clients may repeat an id, and a stored response must not replace another
 
-    def __init__(self, api_request: ApiRequest, model: ServedModel, record: RequestRecord) -> None:
-        super().__init__(api_request, model, record)
-        assert isinstance(api_request.origin, ResponsesCall)
-        self._call = api_request.origin
+    def __init__(self, replies: Replies) -> None:
+        self.replies, self._blocks, self._started = replies, Blocks(replies), False
+        assert isinstance(replies.api_request.origin, ResponsesCall)
+        self._call = replies.api_request.origin
         # Names and namespaces of functions, by their names in a chat.
         self._functions = {
             qualified(tool.name, str(each.name)): {"name": each.name, "namespace": tool.name}
@@ -47,13 +45,17 @@ class ResponsesBuilder(BlockBuilder):
         }
         self._num_events = 0
 
+    def take(self, position: int, output: Output) -> None:
+        for _ in self._blocks.read(position, output):
+            pass
+
     def full_response(self) -> dict[str, Any]:
         """Return the response, and store it unless the client does not want that."""
-        cut = self._finish_reason == "length"
+        cut = self._blocks.reason == "length"
         response = self._response("incomplete" if cut else "completed") | {
             "output": [self._item(block) for block in self._blocks],
             "usage": self._counts(),
-            "seed": self._opened[0].request.seed,
+            "seed": self.replies.opened[0].request.seed,
         }
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -62,11 +64,26 @@ class ResponsesBuilder(BlockBuilder):
         if self._call.responses is not None:
             new = {item["id"]: encode(item) for item in response["output"]}
             items, named = (*self._call.items, *new.values()), self._call.named_items | new
-            self._call.responses.keep(self.api_request.id, encode(response), items, named)
+            self._call.responses.keep(response["id"], encode(response), items, named)
         return response
 
     def first_events(self) -> bytes:
-        return self._start_once()
+        if self._started:
+            return b""
+        self._started = True
+        response = self._response("in_progress")
+        created = self._event("created", response=response)
+        return created + self._event("in_progress", response=response)
+
+    def event(self, position: int, output: Output) -> bytes:
+        events = b""
+        for step in self._blocks.read(position, output):
+            events += self.first_events() + self._step(*step)
+        return events + self.first_events() if output.finished else events
+
+    def last_event(self) -> bytes:
+        response = self.full_response()
+        return self._event(response["status"], response=response)
 
     def error_event(self, body: dict[str, Any]) -> bytes:
         error = body["error"]
@@ -74,36 +91,23 @@ class ResponsesBuilder(BlockBuilder):
         error = {"code": error["code"] or kind, "message": error["message"]}
         return self._event("failed", response=self._response("failed") | {"error": error})
 
-    def _start(self) -> bytes:
-        response = self._response("in_progress")
-        created = self._event("created", response=response)
-        return created + self._event("in_progress", response=response)
-
-    def _begin_block(self, block: ReplyBlock) -> bytes:
-        item = self._item(block, "in_progress")
+    def _step(self, step: str, block: ReplyBlock, text: str) -> bytes:
+        if step == "delta":
+            return self._own_event("delta", block, delta=text)
+        item = self._item(block, "in_progress" if step == "begin" else None)
+        if step == "begin":
+            member = "arguments" if block.kind == "call" else "content"
+            parts, item[member] = item[member], "" if block.kind == "call" else []
+            events = self._event("output_item.added", output_index=block.index, item=item)
+            if block.kind != "call":
+                events += self._block_event("content_part.added", block, part=parts[0])
+            return events
         if block.kind == "call":
-            item["arguments"] = ""
-            return self._event("output_item.added", output_index=block.index, item=item)
-        (part,), item["content"] = item["content"], []
-        added = self._event("output_item.added", output_index=block.index, item=item)
-        return added + self._block_event("content_part.added", block, part=part)
-
-    def _delta(self, block: ReplyBlock, text: str) -> bytes:
-        return self._own_event("delta", block, delta=text)
-
-    def _end_block(self, block: ReplyBlock) -> bytes:
-        item = self._item(block)
-        if block.kind == "call":
-            ended = self._own_event("done", block, arguments=block.text, name=item["name"])
+            events = self._own_event("done", block, arguments=block.text, name=item["name"])
         else:
-            (part,) = item["content"]
-            ended = self._own_event("done", block, text=block.text)
-            ended += self._block_event("content_part.done", block, part=part)
-        return ended + self._event("output_item.done", output_index=block.index, item=item)
-
-    def _end(self) -> bytes:
-        response = self.full_response()
-        return self._event(response["status"], response=response)
+            events = self._own_event("done", block, text=block.text)
+            events += self._block_event("content_part.done", block, part=item["content"][0])
+        return events + self._event("output_item.done", output_index=block.index, item=item)
 
     def _event(self, name: str, /, **members: Any) -> bytes:
         self._num_events += 1
@@ -122,15 +126,15 @@ class ResponsesBuilder(BlockBuilder):
         return self._block_event(f"{_KINDS[block.kind][1]}.{name}", block, **members)
 
     def _item_id(self, block: ReplyBlock) -> str:
-        unique = self.api_request.id.removeprefix(self.id_prefix)
+        unique = self.replies.api_request.id.removeprefix(self.id_prefix)
         return f"{_KINDS[block.kind][0]}_{unique}_{block.index}"
 
     def _item(self, block: ReplyBlock, status: str | None = None) -> dict[str, Any]:
         """Return an output item. Its default status is that of a finished block, and the last block
         of a reply that was cut is incomplete."""
         if status is None:
-            last = block is self._blocks[-1] and bool(self._final_choices)
-            status = "incomplete" if last and self._finish_reason == "length" else "completed"
+            cut = block is self._blocks[-1] and self._blocks.reason == "length"
+            status = "incomplete" if cut else "completed"
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
             names = self._functions.get(block.name, {"name": block.name})
@@ -146,24 +150,25 @@ class ResponsesBuilder(BlockBuilder):
 
     def _response(self, status: str) -> dict[str, Any]:
         """Return the response without what only its end shows."""
-        sent, params = self._call.sent, self.api_request.params
+        sent, params = self._call.sent, self.replies.api_request.params
         return {
-            "id": self.api_request.id,
+            "id": self.replies.api_request.id,
             **_FIXED,
-            "created_at": self._created,
+            "created_at": self.replies.created,
             "status": status,
-            "model": self._model.name,
+            "model": self.replies.model.name,
             "temperature": params.temperature,
             "top_p": params.top_p,
             **{name: sent.get(name, default) for name, default in REPEATED.items()},
         }
 
     def _counts(self) -> dict[str, Any]:
-        details = to_builtins(self.usage().prompt_tokens_details) | {"cache_write_tokens": 0}
+        usage = self.replies.usage()
+        details = to_builtins(usage.prompt_tokens_details) | {"cache_write_tokens": 0}
         return {
-            "input_tokens": self._prompt_tokens,
+            "input_tokens": usage.prompt_tokens,
             "input_tokens_details": details,
-            "output_tokens": self._completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.replies.thought_tokens},
+            "total_tokens": usage.total_tokens,
         }
