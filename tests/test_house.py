@@ -291,7 +291,6 @@ OPTIONAL = {
     "matplotlib",
     "opentelemetry",
     "playwright",
-    "pyarrow",
     "ray",
     "requests",
     "transformers",

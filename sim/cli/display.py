@@ -180,8 +180,6 @@ def _lines(report: Report) -> list[str]:
         )
     if "as_recorded" in report.settings:
         lines.append(f"taken from the step log: {', '.join(report.settings['as_recorded'])}")
-    if "from_roofline" in report.settings:
-        lines.append(f"by the roofline, not the table: {report.settings['from_roofline']}")
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} outputs cut at the end of context or pool")
     if report.refused:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -18,7 +17,6 @@ from sim.cli.scheduler_config import as_recorded, scheduler_config, with_recorde
 from sim.cli.source import requests_of, source_of
 from sim.executor.acceptance import parse_acceptance
 from sim.executor.modelled import ModelledExecutor
-from sim.replay.host import Host, read_host
 from sim.replay.replay import replay
 from sim.replay.replica import Progress
 from sim.replay.routers import make_router, router_name
@@ -42,7 +40,6 @@ class Simulation(NamedTuple):
     config: SchedulerConfig
     objectives: Objectives | None
     settings: dict[str, Any]  # as the report lists them
-    host: Host | None = None
 
     def executor(self) -> ModelledExecutor:
         slots, acceptance = self.config.max_num_seqs, None
@@ -71,7 +68,6 @@ class Simulation(NamedTuple):
             on_record=on_record,
             on_progress=on_progress,
             observers=observers,
-            host=self.host,
         )
 
 
@@ -103,9 +99,6 @@ def build(scenario: Scenario) -> Simulation:
     settings |= {name: getattr(scenario, name) for name in _CHANGES}
     if from_log:
         settings["as_recorded"] = from_log
-    host = None if scenario.host is None else read_host(scenario.host)
-    if host is not None:
-        settings["host"] = msgspec.to_builtins(host)
-    simulation = Simulation(scenario, trace, prices, config, objectives, settings, host)
+    simulation = Simulation(scenario, trace, prices, config, objectives, settings)
     simulation.executor()  # raises `FieldError` for an invalid --acceptance
     return simulation

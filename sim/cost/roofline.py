@@ -95,16 +95,6 @@ def load_gpu(name: str) -> Gpu:
     return msgspec.convert(known[name.lower()], Gpu)
 
 
-def gpu_within(device: str) -> str:
-    """Return the shipped name that is a word of the device name which a driver reports."""
-    names = [name for name in gpu_names() if name in device.split()]
-    if not names:
-        raise FieldError(
-            "--cost-table", f"{device!r} is unknown", f"known: {', '.join(gpu_names())}"
-        )
-    return names[0]
-
-
 def load_shape(model: str) -> ModelShape:
     """Return the shape of a model. `model` is the name of a shipped shape, the path of a
     config.json, or its folder. Raises `FieldError`."""

@@ -43,7 +43,6 @@ OTHERS = {
     "--page": "of plots, or of runs",
     "--json": "the whole report, or the figures",
     "--timeout": "of a server's calls by default, or of a client's",
-    "--host": "an address, or a file of processors",
     "--output": "a file, or a length",
     "--api-key": "of clients that a server takes, or of the client",
     "--sweep": "over values, or over loads",
