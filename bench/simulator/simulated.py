@@ -14,7 +14,7 @@ from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import parse_lookahead
 from sim.executor.acceptance import RecordedAcceptance
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from sim.replay.host import Host
 from sim.replay.replay import replay
 from sim.replay.routers import make_router
@@ -126,7 +126,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
         prices = self.overhead.priced(self.calibration).prices
         cost = ProfiledCost(prices, adaptive=config.lookahead.policy == "adaptive")
         executors = [
-            ModelledExecutor(
+            FakeExecutor(
                 max_num_seqs=config.max_num_seqs,
                 cost=cost,
                 acceptance=RecordedAcceptance(self.acceptances, max_num_seqs=config.max_num_seqs),

@@ -91,6 +91,13 @@ def encode_line(record: msgspec.Struct) -> bytes:
     return _encoder.encode(record) + b"\n"
 
 
+def is_step_log(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return FORMAT.encode() in file.readline(200)
+
+
 def open_to_append(path: Path) -> int:
     """Open a new or existing log for appending, without an incomplete last record. Return the file
     descriptor. It holds a lock until the process ends, however it ends: two writers would mix their

@@ -16,7 +16,7 @@ from sim.cli.scenario import ACCEPTANCE, ROUTER, SIZES, Scenario
 from sim.cli.scheduler_config import as_recorded, scheduler_config, with_recorded_pool
 from sim.cli.source import requests_of, source_of
 from sim.executor.acceptance import parse_acceptance
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.replay.replica import Progress
 from sim.replay.routers import make_router, router_name
@@ -41,11 +41,11 @@ class Simulation(NamedTuple):
     objectives: Objectives | None
     settings: dict[str, Any]  # as the report lists them
 
-    def executor(self) -> ModelledExecutor:
+    def executor(self) -> FakeExecutor:
         slots, acceptance = self.config.max_num_seqs, None
         if "acceptance" in self.settings:
             acceptance = parse_acceptance(self.settings["acceptance"], max_num_seqs=slots)
-        return ModelledExecutor(max_num_seqs=slots, cost=self.prices.cost, acceptance=acceptance)
+        return FakeExecutor(max_num_seqs=slots, cost=self.prices.cost, acceptance=acceptance)
 
     def run(
         self,

@@ -16,11 +16,13 @@ from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.steplog.step_log import FORMAT as STEP_LOG
+from cbatch.steplog.step_log import is_step_log
 from sim.workload.traces.changes import spread
 from sim.workload.traces.formats import BLOCK_TOKENS, FORMAT_NAMES, STAMP_UNITS
 from sim.workload.traces.reader import Trace
 from sim.workload.traces.request import TraceRequest
-from sim.workload.traces.step_log import STEP_LOG, is_step_log, read_recording
+from sim.workload.traces.step_log import read_recording
 
 _reading = partial(knob, "reading")
 RATE_SCALE_KNOB = knob("load", "scale the trace's rate by X", "X")

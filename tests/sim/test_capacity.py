@@ -9,7 +9,7 @@ import pytest
 
 from cbatch.core.scheduler.config import SchedulerConfig
 from sim.cost.base import constant_cost
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.report.capacity import (
     MAX_GROWTH,
@@ -42,7 +42,7 @@ def serving(
             TraceRequest(arrival_s=i * GAP_S / rate, prompt_tokens=9, output_tokens=output_tokens)
             for i in range(requests * rounds)
         )
-        executor = ModelledExecutor(max_num_seqs=1, cost=constant_cost(step_s=STEP_S))
+        executor = FakeExecutor(max_num_seqs=1, cost=constant_cost(step_s=STEP_S))
         records: list[Record] = []
         report = replay(
             OpenLoop(arriving),

@@ -14,7 +14,7 @@ from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import SchedulerStats
 from sim.executor.acceptance import PositionAcceptance
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from tests.checking.cost import LinearCost
 from tests.checking.executor import SimExecutor
 from tests.checking.invariants import check_scheduler
@@ -91,8 +91,8 @@ def checked(config: Any) -> SimExecutor:
     )
 
 
-def fast(config: Any, cost: Any = None) -> ModelledExecutor:
-    return ModelledExecutor(
+def fast(config: Any, cost: Any = None) -> FakeExecutor:
+    return FakeExecutor(
         max_num_seqs=config.max_num_seqs,
         cost=cost or LinearCost(),
         acceptance=PositionAcceptance([ACCEPTANCE], max_num_seqs=config.max_num_seqs),
@@ -183,6 +183,6 @@ def test_composition_of_a_step(lookahead: str) -> None:
 
 def test_drafts_without_a_model_of_acceptance_are_refused() -> None:
     config = config_for("fixed:3")
-    executor = ModelledExecutor(max_num_seqs=config.max_num_seqs, cost=LinearCost())
+    executor = FakeExecutor(max_num_seqs=config.max_num_seqs, cost=LinearCost())
     with pytest.raises(ValueError, match="acceptance"):
         serve(executor, config)

@@ -13,7 +13,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from sim.cost.base import constant_cost
 from sim.executor.acceptance import PositionAcceptance
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.report.perfetto import PerfettoTrace
 from sim.report.report import Report
@@ -39,7 +39,7 @@ def run(*observers: Observer, num_blocks: int = 60) -> Report:
     )
     lengths = uniform(30, 200), uniform(20, 150)
     requests = generate(lambda rng: poisson(3.0, rng), *lengths, requests=40, seed=5)
-    executor = ModelledExecutor(
+    executor = FakeExecutor(
         max_num_seqs=SLOTS,
         cost=constant_cost(step_s=0.02),
         acceptance=PositionAcceptance([0.6], max_num_seqs=SLOTS),

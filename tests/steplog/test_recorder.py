@@ -15,9 +15,10 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Added, Cancelled, Configured
 from cbatch.steplog import recorder
+from cbatch.steplog.recorded_run import RecordedRun
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import StepLogError, engines_of, read_step_log
-from sim.workload.traces.step_log import recorded_requests
+from sim.workload.traces.step_log import joined
 from tests.helpers import World, make_config, make_request
 
 
@@ -128,10 +129,10 @@ def test_time_goes_on_after_the_machine_was_started_again() -> None:
     a, b = make_request("0", max_tokens=5), make_request("0", max_tokens=5)
     configured = Configured(make_config())
     events = [configured, Added(a, 100.0), Cancelled("0", 101.0), configured, Added(b, 2.0)]
-    first, second = recorded_requests(events)
+    first, second = joined(map(RecordedRun, engines_of(events)))
     assert first.arrival_s == 100.0 and second.arrival_s == pytest.approx(101.0)
     still_open = [configured, Added(a, 100.0), configured, Added(b, 102.0)]
-    (one,) = recorded_requests(still_open)
+    (one,) = joined(map(RecordedRun, engines_of(still_open)))
     assert one.arrival_s == 100.0 and not one.ended
 
 

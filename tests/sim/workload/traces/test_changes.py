@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from cbatch.core.request.errors import FieldError
 from sim.workload.traces.changes import sample, scale, spread
 from sim.workload.traces.reader import Trace
-from sim.workload.traces.request import TraceError, TraceRequest
+from sim.workload.traces.request import TraceRequest
 from sim.workload.traces.statistics import summarise
 from tests.chi_square import chi_square_z
 
