@@ -223,8 +223,8 @@ def test_a_wing_is_not_seen_by_others(importer: str) -> None:
 
 
 def test_kernels_of_triton_are_for_the_gpu() -> None:
-    """Shared are the noise, which has one definition for all devices, and checks of arguments."""
-    shared = ("triton_kernels/noise/", "triton_kernels/build/check.py")
+    """Shared are only checks of arguments."""
+    shared = ("triton_kernels/build/check.py",)
     kernels = {
         (file, seen)
         for file, imports in imports_by_file().items()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.sampling import block_verification as block
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling import rejection_sampler as verify
 from cbatch.runtime.sampling.block_verification import block_verify
 from tests.triton_kernels.decoding import (
@@ -39,7 +40,6 @@ from tests.triton_kernels.test_exact_distributions import (
     smallest_rejected,
 )
 from tests.triton_kernels.toy_models import ShapedModels, ToyModels, exact_dists, joint_dist
-from triton_kernels.noise import host as noise
 
 CAUGHT = 2 * Z_BOUND
 

@@ -13,7 +13,7 @@ from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
 from cbatch.runtime.gpu.device import Device
-from triton_kernels.noise import host as noise
+from cbatch.runtime.sampling import noise
 from triton_kernels.sampling.inputs import (
     Distributions,
     DraftTokens,

@@ -44,9 +44,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cbatch.runtime.sampling import rejection_sampler
+from cbatch.runtime.sampling import noise, rejection_sampler
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, draw
-from triton_kernels.noise import host as noise
 
 
 class BlockVerdict(NamedTuple):
