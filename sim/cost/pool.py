@@ -5,8 +5,8 @@ profiling run, and the process's memory outside torch, and cuts the remainder in
 is the larger of two: activations of the largest step, and the sampler on one row of logits per
 slot. Since 0.21 vLLM also reserves memory for CUDA graphs, and its top-p needs no sort.
 
-Three numbers are fitted, each to one run (`FITTED`), and one is typical of four logs. The others
-come from vLLM's code. The memory of a draft model follows cbatch's own rule, not vLLM's.
+Three numbers are fitted, each to one run (on an L20, an A5000 and an A100), and one is typical of
+four logs. The others come from vLLM's code. The memory of a draft model follows cbatch's own rule.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ RULES = {
         context_bytes=307 * MIB,
     ),
 }
-FITTED = {"vllm-0.19": ("L20",), "vllm-0.21": ("A5000", "A100")}  # GPUs of the fitted runs
 DEFAULT_RULES = "vllm-0.21"
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cbatch.core.request.errors import FieldError, RefusedError
 from sim.workload.traces.reader import write_requests
-from sim.workload.traces.request import TraceError, TraceRequest
+from sim.workload.traces.request import TraceRequest
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]
@@ -134,16 +132,3 @@ def test_an_error_in_another_process_is_reported_unchanged(cbatch: Command, tmp_
     path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1,2,3\n2,2,2\n3,x,3\n")
     run = cbatch("sim", path, *CONSTANT, "--sweep", "max-num-seqs=2,3", "--processes", 2)
     assert run.status == 2 and "line 4: num_prefill_tokens: 'x' is not a number" in run.err
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        FieldError("field", "is wrong", "mend it"),
-        RefusedError("prompt", "too long", "cut it"),
-        TraceError("file.csv", 7, "prompt", "has 0 tokens", "fix the row"),
-    ],
-)
-def test_errors_are_pickled_completely(error: FieldError) -> None:
-    again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

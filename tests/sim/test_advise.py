@@ -201,8 +201,8 @@ def fates_of(recording: Recording, drafter: str, core: EngineCore | None = None)
 def test_fates_of_a_rerun_are_those_recorded(
     tmp_path: Path, cores: dict[str, EngineCore], drafter: str, sampling: str
 ) -> None:
-    """All of them, at a largest k of more than the recorded one. In the log some drafts are accepted
-    and some are not, so that a wrong outcome would be noticed."""
+    """All of them, at a largest k of more than the recorded one. In the log some drafts are
+    accepted and some are not, so that a wrong outcome would be noticed."""
     core, name = cores.get(drafter, cores["model"]), "model" if drafter == "head" else drafter
     recording = record(tmp_path / "log", core, sampling, "fixed:4", name)
     fates = fates_of(recording, name, core).fates
@@ -213,32 +213,6 @@ def test_fates_of_a_rerun_are_those_recorded(
     wrong = [row._replace(accepted=(row.accepted + 1) % (row.drafted + 1)) for row in rows]
     checked, differing = recording._replace(drafts=wrong).compare(name, fates, K)
     assert differing == checked
-
-
-@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
-def test_the_fate_at_a_position_is_that_of_an_engine_that_is_there(
-    tmp_path: Path, core: EngineCore, sampling: str
-) -> None:
-    """The log has no drafts at all. An engine gets a text up to a position as its prompt."""
-    recording = record(tmp_path / "log", core, sampling, "off", None)
-    assert not recording.drafts
-    fates = fates_of(recording, "model", core).fates
-    config = replace(config_for(core, f"fixed:{K}", "model"), max_num_batched_tokens=256)
-    outcomes = []
-    for name in ("3", "6"):
-        text = recording.texts[name]
-        for position in range(2, 24, 2):
-            prompt = (*text.request.prompt, *text.output[: position - 1])
-            params = replace(text.request.params, max_tokens=K + 2)
-            request = replace(text.request, request_id="0", prompt=prompt, params=params)
-            traced = TraceRequest(arrival_s=0.0, prompt_tokens=len(prompt), output_tokens=K + 2)
-            (*_, drafted, accepted, _) = run(core, config, [(traced, request)])[1]
-            outcomes.append((drafted[0], accepted[0]))
-            left = len(text.output) - position
-            assert fates[name].drafted[position] == min(K, left - 1)
-            if left > K:
-                assert fates[name].accepted[position] == accepted[0]
-    assert len({accepted for _, accepted in outcomes}) > 2
 
 
 def world_of(recording: Recording, core: EngineCore) -> RecordedWorld:
@@ -408,7 +382,6 @@ def test_the_command_prints_plots_and_ends_with_json(
     [
         (("--drafter", "oracle"), "--drafter: 'oracle' is unknown: use model, ngram, suffix"),
         (("--max-num-seqs", "4,x"), "--max-num-seqs: '4,x' is not a list: write V1,V2"),
-        (("--max-num-seqs", "0"), "--max-num-seqs: '0': use positive numbers"),
         (("--itl-target", "-1"), "--itl-target: '-1': use positive numbers"),
         (("--lookahead", "fixed:99"), "lookahead.k: out of range"),
         (("--draft", "/no/such/draft"), "--draft: /no/such/draft does not exist"),

@@ -137,11 +137,6 @@ def test_uneven_contexts_cost_what_the_skew_says(folder: Path) -> None:
         assert cost.step_s(uneven(*contexts))[1] == pytest.approx(expected_s)
 
 
-def test_drafts_have_no_price(folder: Path) -> None:
-    with pytest.raises(FieldError, match="--cost-table"):
-        LayerProfile(folder, layers=1).step_s(StepWork(rows=1, draft_depth=1))
-
-
 def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / name
@@ -201,12 +196,3 @@ def test_a_real_vllm_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors(6000)["ttft_ms"] > 0.5
     monkeypatch.setattr(sim.cost.layer_profiles.Skew, "share", lambda *_: 0.0)
     assert abs(errors()["tpot_ms"]) > bounds["tpot_ms"]
-
-
-def test_comparison_by_hand() -> None:
-    real = {name: np.array([1.0, 3.0]) for name in simulator_vllm.BOUNDS}
-    simulated = {name: values * 1.025 for name, values in real.items()}
-    rows = {(r["measure"], r["cut"]): r for r in simulator_vllm.compare(real, simulated)}
-    assert rows["ttft_ms", "mean"]["vllm"] == 2000 and rows["ttft_ms", "mean"]["error"] == 0.025
-    within = [rows[f"{m}_ms", "mean"]["within"] for m in ("ttft", "tpot", "e2e")]
-    assert within == [True, False, True] and rows["tpot_ms", "p99"]["within"] is None

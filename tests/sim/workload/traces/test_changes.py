@@ -1,4 +1,4 @@
-"""Statistics against brute force, changes to traces, and requests drawn from ServeGen's windows."""
+"""Statistics against brute force and changes to traces."""
 
 from __future__ import annotations
 
@@ -53,16 +53,6 @@ def test_statistics_are_those_of_numpy() -> None:
     assert statistics.sessions is None and statistics.shared_prefix_share is None
 
 
-def test_statistics_of_one_request_say_what_is_not_known() -> None:
-    statistics = summarise([request(0.0)]).statistics
-    assert (statistics.rate_per_s, statistics.gap_cv, statistics.peak_minute_ratio) == (
-        None,
-        None,
-        None,
-    )
-    assert statistics.prompt_tokens.p99 == 5
-
-
 def test_shared_prefixes_are_counted_along_the_whole_prefix() -> None:
     trace = [
         named(0, 10, 1, 2, 3),
@@ -94,7 +84,7 @@ def test_spreading_keeps_order_bins_and_law() -> None:
         list(spread(trace, math.nan, seed=1))
 
 
-@pytest.mark.parametrize("gap_s", [2.999, 3.0, 3.001, 3.057, 2.975])
+@pytest.mark.parametrize("gap_s", [2.999, 3.057, 2.975])
 def test_timestamps_nearly_a_bin_apart_are_spread(gap_s: float) -> None:
     """Mooncake's conversations are 2.999 s apart at least."""
     trace = [request(gap_s * (i // 5), prompt=i + 1) for i in range(1000)]
