@@ -11,23 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from cbatch.core.prices.step_work import StepSample, StepWork
-from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL, Request
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.events import Configured
 from cbatch.core.scheduler.plan import NewSequence
-from cbatch.engine.build import load_core
 from cbatch.engine.core import EngineCore
-from cbatch.engine.options import EngineOptions
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.verify import RowsToVerify, verify
@@ -39,8 +32,6 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
 
 SLOTS = 16  # texts at once
-_SIZES = ("kv_cache_memory_bytes", "gpu_memory_utilization", "max_model_len")
-_SIZES += ("num_speculative_tokens",)
 Output = tuple[Request, list[int]]  # a request, and its output tokens
 
 
@@ -57,44 +48,6 @@ class Rerun(NamedTuple):
 
     fates: dict[str, Fates]
     samples: list[StepSample]
-
-
-class DraftSizes(NamedTuple):
-    """The sizes of a draft model or head."""
-
-    context_tokens: int
-    catch_up_price: float
-    is_head: bool
-
-    @classmethod
-    def of(cls, core: EngineCore) -> DraftSizes:
-        config = core.scheduler.config
-        assert config.draft_context_tokens is not None
-        is_head = bool(core.executor.drafter.hidden_layers)
-        return cls(config.draft_context_tokens, config.catch_up_price, is_head)
-
-
-def load_drafts(engine: Configured, model: str | None, draft: str | None) -> EngineCore:
-    """Load the target and its draft, by default those that the log names. Raises `FieldError`."""
-    names = {"--model": model or engine.model, "--draft": draft or engine.draft}
-    for option, name in names.items():
-        if name is None or (Path(name).is_absolute() and not Path(name).exists()):
-            problem = "the log does not name it" if name is None else f"{name} does not exist"
-            raise FieldError(option, problem, "give the path of the model")
-    small: dict[str, Any] = dict.fromkeys(_SIZES)  # only the models are needed
-    small |= {"num_blocks": 1, "max_num_seqs": 1, "overlap": 0, "tensor_parallel_size": 1}
-    # A log of a later version may have further options.
-    known = {k: v for k, v in engine.options.items() if k in EngineOptions.__struct_fields__}
-    try:
-        options = msgspec.convert(known, EngineOptions)
-    except msgspec.ValidationError as error:
-        raise FieldError("LOG", f"options: {error}", "record it again") from error
-    options = replace(options, lookahead="fixed:1", drafter=(MODEL,), **small)
-    core, _, _ = load_core(names["--model"], names["--draft"], options, handles_text=False)
-    if not isinstance(core.executor, TorchExecutor):
-        core.resources.close()
-        raise FieldError("--draft", "is rerun on a CPU only", "hide the GPU: CUDA_VISIBLE_DEVICES=")
-    return core
 
 
 def rejects(outputs: Iterable[Output]) -> bool:
@@ -201,7 +154,6 @@ class _Texts:
         self._drafter.admit(admission)
 
     def _append(self, slots: I64, tokens: I64) -> None:
-        """Append a token of the text to each slot."""
         table = self._table
         table.tokens[slots, table.num_tokens[slots]] = tokens
         table.num_tokens[slots] += 1

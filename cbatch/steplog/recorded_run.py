@@ -94,7 +94,6 @@ class RecordedRun:
             self._idle = self._idle or not (self._open or self._plans)
 
     def _end(self, request_id: str, keep_tokens: int | None) -> None:
-        """End a text from outside."""
         self._open.discard(request_id)
         if (text := self._by_id.get(request_id)) is not None:
             text.ended = True

@@ -17,7 +17,8 @@ from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import LOOKUPS, MODEL
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
-from cbatch.rerun.drafters import DraftSizes, Fates, Rerun, load_drafts, rejects, rerun
+from cbatch.rerun.drafters import Fates, Rerun, rejects, rerun
+from cbatch.rerun.models import DraftSizes, load_drafts
 from cbatch.rerun.prices import recorded_prices, with_drafter
 from sim.advise.plot import save_plots
 from sim.advise.recording import Recording, read_run
@@ -153,7 +154,6 @@ def _largest_k(choices: dict[str, list[Any]]) -> int:
 def _rerun(
     args: argparse.Namespace, recording: Recording, choices: dict[str, list[Any]]
 ) -> tuple[dict[str, Rerun], DraftSizes | None]:
-    """Rerun all drafters, each at the largest k of the policies."""
     names = dict.fromkeys(each for chain in choices["drafter"] for each in chain.split("+"))
     k, config, outputs = _largest_k(choices), recording.engine.config, recording.outputs
     core = load_drafts(recording.engine, args.model, args.draft) if MODEL in names else None

@@ -13,7 +13,8 @@ from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
-from cbatch.rerun.drafters import DraftSizes, Fates
+from cbatch.rerun.drafters import Fates
+from cbatch.rerun.models import DraftSizes
 from sim.advise.recording import figures
 from sim.advise.speed import PacedExecutor, RecordedSpeed
 from sim.advise.texts import RecordedDrafts, RecordedTokens, Texts

@@ -33,13 +33,10 @@ class RecordedTokens(TokenSource):
             self._answers = np.pad(self._answers, ((0, 0), (0, missing)))
         self._answers[admission.slot, : len(tokens)] = tokens
 
-    def next_tokens(self, slots: list[int], known: list[int]) -> np.ndarray:
-        tokens: np.ndarray = self._answers[slots, known]
-        return tokens
-
-    def following(
-        self, slots: list[int], known: list[int], counts: np.ndarray, splits: np.ndarray
+    def tokens(
+        self, slots: list[int], known: list[int], counts: np.ndarray | None, splits: np.ndarray
     ) -> np.ndarray:
+        counts = np.diff(splits) if counts is None else counts
         first = (np.array(known) - splits[:-1]).repeat(counts)
         tokens: np.ndarray = self._answers[np.repeat(slots, counts), first + np.arange(splits[-1])]
         return tokens

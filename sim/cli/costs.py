@@ -110,7 +110,6 @@ def _devices(
 
 
 def _pool_settings(scenario: Scenario) -> PoolSettings:
-    """Return the options that size the KV pool, or their defaults."""
     defaults = ENGINE_DEFAULTS | {"gpu_memory_utilization": MEMORY_SHARE, "pool": DEFAULT_RULES}
     given = {name: v for name in defaults if (v := getattr(scenario, name)) is not None}
     values = defaults | given

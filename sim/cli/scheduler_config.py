@@ -12,7 +12,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from sim.cli.costs import PricedScenario
 from sim.cli.scenario import ENGINE_DEFAULTS, SIZES, Scenario
-from sim.cost.recorded_pool import recorded_blocks
+from sim.cost.pool import recorded_blocks
 
 
 def as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, list[str]]:

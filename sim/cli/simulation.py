@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from sim.cli.costs import PricedScenario, price_scenario
 from sim.cli.scenario import ACCEPTANCE, ROUTER, SIZES, Scenario
 from sim.cli.scheduler_config import as_recorded, scheduler_config, with_recorded_pool
-from sim.cli.source import requests_of, source_of
 from sim.executor.acceptance import parse_acceptance
 from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
@@ -23,6 +23,9 @@ from sim.replay.routers import make_router, router_name
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
 from sim.workload.options import OpenedTrace
+from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+from sim.workload.traces.changes import endless, sample, scale
+from sim.workload.traces.request import TraceRequest
 
 # Options that change the trace or its load; the report lists them under `settings`.
 _CHANGES = (
@@ -102,3 +105,24 @@ def build(scenario: Scenario) -> Simulation:
     simulation = Simulation(scenario, trace, prices, config, objectives, settings)
     simulation.executor()  # raises `FieldError` for an invalid --acceptance
     return simulation
+
+
+def requests_of(scenario: Scenario, trace: OpenedTrace) -> Iterable[TraceRequest]:
+    """Return the requests of the trace, or a sample of `scenario.requests` of them."""
+    if scenario.requests is None:
+        return trace.requests()
+    return sample(trace.requests(), max_requests=scenario.requests)
+
+
+def source_of(scenario: Scenario, trace: OpenedTrace, rounds: int = 1) -> Source:
+    """Return the requests of the trace, `rounds` times in a row."""
+    requests = requests_of(scenario, trace)
+    if scenario.rate_scale is not None:
+        requests = scale(requests, rate=scenario.rate_scale)
+    if rounds > 1:
+        whole = list(requests)
+        requests = islice(endless(whole), rounds * len(whole))
+    source: Source = OpenLoop(requests)
+    if scenario.concurrency is not None:
+        source = ClosedLoop(requests, scenario.concurrency, think_s=scenario.think or 0.0)
+    return source if scenario.latency is None else Remote(source, scenario.latency)

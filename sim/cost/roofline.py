@@ -139,12 +139,6 @@ class Rates(NamedTuple):
     pair_s: float  # arithmetic of attention for one query-key pair
     context_token_s: float  # reading the KV of one position
 
-    def step_s(
-        self, tokens: float, logit_tokens: float, pairs: float, context_tokens: float
-    ) -> float:
-        """Return the seconds of one pass."""
-        return self.matrices_s(tokens, logit_tokens) + self.attention_s(pairs, context_tokens)
-
     def attention_s(self, pairs: float, context_tokens: float) -> float:
         return max(self.pair_s * pairs, self.context_token_s * context_tokens)
 
@@ -252,5 +246,6 @@ class Roofline:
             return 0.0
         depth = max(work.draft_depth, 1)
         rows, read_tokens = work.draft_tokens / depth, work.draft_context_tokens
-        seconds = self._draft.step_s(rows + work.ingested_tokens, rows, read_tokens, read_tokens)
-        return seconds + (depth - 1) * self._draft.step_s(rows, rows, read_tokens, read_tokens)
+        first_s = self._draft.matrices_s(rows + work.ingested_tokens, rows)
+        later_s = (depth - 1) * self._draft.matrices_s(rows, rows)
+        return first_s + later_s + depth * self._draft.attention_s(read_tokens, read_tokens)

@@ -21,14 +21,11 @@ from sim.executor.acceptance import AcceptanceModel
 class TokenSource(Protocol):
     def admit(self, admission: NewSequence) -> None: ...
 
-    def next_tokens(self, slots: list[int], known: list[int]) -> np.ndarray:
-        """Return the token after the `known` tokens of each slot, int32 [rows]."""
-
-    def following(
-        self, slots: list[int], known: list[int], counts: np.ndarray, splits: np.ndarray
+    def tokens(
+        self, slots: list[int], known: list[int], counts: np.ndarray | None, splits: np.ndarray
     ) -> np.ndarray:
         """Return the `counts[i]` tokens after the `known[i]` tokens of each slot, int32, row after
-        row; row i begins at `splits[i]`."""
+        row; row i begins at `splits[i]`. None: one token each."""
 
 
 class CountedTokens:
@@ -43,15 +40,14 @@ class CountedTokens:
         tokens = admission.tokens
         self._first_token[admission.slot] = int(tokens[-1]) + 1 - len(tokens)
 
-    def next_tokens(self, slots: list[int], known: list[int]) -> np.ndarray:
-        firsts = [self._first_token[slot] for slot in slots]
-        return np.array(list(map(add, firsts, known)), dtype=np.int32)
-
-    def following(
-        self, slots: list[int], known: list[int], counts: np.ndarray, splits: np.ndarray
+    def tokens(
+        self, slots: list[int], known: list[int], counts: np.ndarray | None, splits: np.ndarray
     ) -> np.ndarray:
-        first = self.next_tokens(slots, known) - splits[:-1]
-        return first.repeat(counts) + np.arange(splits[-1], dtype=np.int32)
+        firsts = [self._first_token[slot] for slot in slots]
+        tokens = np.array(list(map(add, firsts, known)), dtype=np.int32)
+        if counts is None:
+            return tokens
+        return (tokens - splits[:-1]).repeat(counts) + np.arange(splits[-1], dtype=np.int32)
 
 
 class FakeExecutor:
@@ -100,10 +96,10 @@ class FakeExecutor:
             emitted = accepted + plan.wants_logits
             splits = np.zeros(work.rows + 1, np.int32)
             np.add.accumulate(emitted, out=splits[1:])
-            tokens = self._tokens.following(slots, known, emitted, splits)
+            tokens = self._tokens.tokens(slots, known, emitted, splits)
         else:
             emitted, splits = self._ones[: work.rows], self._ramp[: work.rows + 1]
-            tokens = self._tokens.next_tokens(slots, known)
+            tokens = self._tokens.tokens(slots, known, None, splits)
         draft_s, target_s, self.host_s = self._cost.step_s(work)
         self._counts.advance(plan, accepted, emitted)
         draft_kv_lens = None

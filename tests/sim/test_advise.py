@@ -28,7 +28,8 @@ from cbatch.engine.build import load_core
 from cbatch.engine.core import EngineCore
 from cbatch.engine.options import EngineOptions
 from cbatch.engine.prices.meter import StepMeter
-from cbatch.rerun.drafters import DraftSizes, Rerun, rerun
+from cbatch.rerun.drafters import Rerun, rerun
+from cbatch.rerun.models import DraftSizes
 from cbatch.rerun.prices import recorded_prices, with_drafter
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.lookups import chain_drafter
@@ -113,12 +114,12 @@ class PricedExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         result = self._meter.run(plan)
-        parts_s = self._cost.step_s(self._meter.last.work)
-        step_s = price_s = sum(parts_s)
+        parts_s, factor = self._cost.step_s(self._meter.last.work), 1.0
         if self._speed is not None:
-            step_s = self._speed.end_s(self._now_s, price_s) - self._now_s
-        self._now_s += step_s
-        draft_s, target_s, self.host_s = (part_s * step_s / price_s for part_s in parts_s)
+            end_s = self._speed.end_s(self._now_s, sum(parts_s))
+            factor = (end_s - self._now_s) / sum(parts_s)
+        self._now_s += factor * sum(parts_s)
+        draft_s, target_s, self.host_s = (factor * part_s for part_s in parts_s)
         return replace(result, draft_s=draft_s, target_s=target_s)
 
 

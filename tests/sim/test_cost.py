@@ -16,9 +16,9 @@ from sim.cost.pool import (
     PoolRules,
     PoolSettings,
     pool_blocks,
+    recorded_blocks,
     reserved_bytes,
 )
-from sim.cost.recorded_pool import recorded_blocks
 from sim.cost.roofline import (
     Gpu,
     ModelShape,

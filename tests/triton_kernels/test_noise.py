@@ -12,7 +12,13 @@ from triton_kernels.noise import streams
 
 
 def test_constants_are_those_of_the_specification():
-    names = "LOG1P_COEFFICIENT_BITS THREE_QUARTERS_BITS SMALL_DRAW PHILOX_ROUNDS DEPTH_STEP".split()
+    names = [
+        "LOG1P_COEFFICIENT_BITS",
+        "THREE_QUARTERS_BITS",
+        "SMALL_DRAW",
+        "PHILOX_ROUNDS",
+        "DEPTH_STEP",
+    ]
     assert [getattr(streams, n) for n in names] == [getattr(spec, n) for n in names]
     assert (streams.LN2, tuple(streams.COEFFICIENTS)) == noise.constants()
     assert all(getattr(each, p.name) == p for p in Purpose for each in (noise, streams))
