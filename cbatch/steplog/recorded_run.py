@@ -150,7 +150,8 @@ class RecordedRun:
             name, params = owner.request.request_id, owner.request.params
             text = self._by_id[name]
             # Others draft by a drafter of their own, or a grammar cuts their drafts.
-            if planned[name] and params.drafter is params.structured_outputs is None:
+            free = params.drafter is None and params.structured_outputs is None
+            if planned[name] and free:
                 self.drafts.append(DraftedRow(text, len(text.output), planned[name], *outcome))
 
 

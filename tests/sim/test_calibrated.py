@@ -146,15 +146,7 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
         lookahead="fixed:4", num_blocks=600, max_num_seqs=8, max_num_batched_tokens=200, eos_ids=()
     )
     clock = VirtualClock()
-    executor = SimExecutor(
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=config.vocab_size,
-        clock=clock,
-        draft_context_tokens=config.draft_context_tokens,
-        drafter=config.default_chain,
-    )
+    executor = SimExecutor.of(config, clock=clock)
     calibrator = Calibrator(executor, config, clock, pause=clock.advance)
     fitted, held_out = calibrator.fitted, calibrator.held_out
     assert DesignedBatch(8, 8) in fitted and not set(fitted) & set(held_out)

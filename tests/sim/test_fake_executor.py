@@ -95,15 +95,7 @@ def config_of(lookahead: str) -> Any:
 
 
 def checked(config: Any) -> SimExecutor:
-    return SimExecutor(
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=config.vocab_size,
-        acceptance=ModelledAcceptance(ACCEPTANCE),
-        draft_context_tokens=config.draft_context_tokens,
-        drafter=config.default_chain,
-    )
+    return SimExecutor.of(config, acceptance=ModelledAcceptance(ACCEPTANCE))
 
 
 def fast(config: Any, cost: Any = None) -> FakeExecutor:
