@@ -5,7 +5,7 @@ from cbatch.core.speculation.build import parse_lookahead
 from sim.cost.pool import pool_blocks
 from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
 from sim.executor.acceptance import parse_acceptance
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.workload.arrivals import poisson
 from sim.workload.generate import generate
@@ -29,7 +29,7 @@ def main() -> None:
             draft_context_tokens=8192, lookahead=parse_lookahead(policy),
         )  # fmt: skip
         acceptance = parse_acceptance("beta:0.7,8", max_num_seqs=64)
-        executor = ModelledExecutor(max_num_seqs=64, cost=Roofline(hardware), acceptance=acceptance)
+        executor = FakeExecutor(max_num_seqs=64, cost=Roofline(hardware), acceptance=acceptance)
         report = replay(ClosedLoop(requests, CLIENTS), config, executor)
         print(f"{policy:8} {report.output_tokens_per_s:7.0f} tokens/s")
 

@@ -185,17 +185,12 @@ class World:
         self.clock = VirtualClock()
         self.events: list[Event] = []
         self.scheduler = Scheduler(self.config, log or self.events.append)
-        self.executor = RecordingExecutor(
-            num_blocks=self.config.num_blocks,
-            block_size=self.config.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            vocab_size=self.config.vocab_size,
+        self.executor = RecordingExecutor.of(
+            self.config,
             clock=self.clock,
             acceptance=acceptance or ModelledAcceptance(0.7),
             faults=faults,
             cost=cost,
-            draft_context_tokens=self.config.draft_context_tokens,
-            drafter=self.config.default_chain,
         )
         self.executor.plans = []
         self.loop = StepLoop(self.scheduler, self.executor, clock=self.clock, depth=depth)

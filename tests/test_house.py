@@ -18,7 +18,7 @@ LAYERS = {
     "cbatch": (
         "cli",
         "server",
-        "llm process",
+        "llm process rerun",
         "engine",
         "grammars kv_events",
         "runtime steplog text",
@@ -135,21 +135,14 @@ def test_arrows_point_down(folder: str) -> None:
 
 # Imports that a part may make of another one, by prefix. Any other import between the two fails.
 SEEN = {
-    # The step log is what a simulation replays. Options are declared, read and printed by `cli`.
+    # The step log is what a simulation replays, and `rerun` knows the drafts at each of its tokens.
+    # Options are declared, read and printed by `cli`.
     ("sim/", "cbatch/"): (
         "cbatch/core/",
         "cbatch/cli/console.py",
         "cbatch/cli/output.py",
         "cbatch/cli/settings.py",
-        "cbatch/steplog/",
-    ),
-    # Advice reruns the drafters themselves, and prices steps as an engine does.
-    ("sim/advise/", "cbatch/"): (
-        "cbatch/core/",
-        "cbatch/cli/console.py",
-        "cbatch/cli/output.py",
-        "cbatch/engine/",
-        "cbatch/runtime/",
+        "cbatch/rerun/",
         "cbatch/steplog/",
     ),
     # The load tester needs neither the simulator's commands nor its replay.
@@ -159,11 +152,10 @@ SEEN = {
 
 @pytest.mark.parametrize(("top", "other"), SEEN)
 def test_a_part_imports_no_inside_of_another(top: str, other: str) -> None:
-    inner = tuple(each for each, _ in SEEN if each != top and each.startswith(top))
     seen = {
         (file, target)
         for file, imports in imports_by_file().items()
-        if file.startswith(top) and not file.startswith(inner)
+        if file.startswith(top)
         for target in imports
         if target.startswith(other)
     }
@@ -231,8 +223,8 @@ def test_a_wing_is_not_seen_by_others(importer: str) -> None:
 
 
 def test_kernels_of_triton_are_for_the_gpu() -> None:
-    """Shared are the noise, which has one definition for all devices, and checks of arguments."""
-    shared = ("triton_kernels/noise/", "triton_kernels/build/check.py")
+    """Shared are only checks of arguments."""
+    shared = ("triton_kernels/build/check.py",)
     kernels = {
         (file, seen)
         for file, imports in imports_by_file().items()
@@ -291,7 +283,6 @@ OPTIONAL = {
     "matplotlib",
     "opentelemetry",
     "playwright",
-    "pyarrow",
     "ray",
     "requests",
     "transformers",

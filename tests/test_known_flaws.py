@@ -26,11 +26,11 @@ from torch import Tensor
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.contract import DraftRows, Proposal
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling import rejection_sampler as verify
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 from tests.runtime import test_executor
 from tests.runtime.test_statistics import FILTERS, VOCAB, Z_BOUND, sample, z_against
-from triton_kernels.noise import host as noise
 
 
 def keeps_rejected(self: TorchExecutor, rows: Any, verified: Any) -> Any:

@@ -33,16 +33,8 @@ def make_engine(
         overrides.setdefault("draft_context_tokens", overrides.get("max_model_len", 128))
     config = make_config(lookahead=lookahead, vocab_size=TOKENIZER.vocab_size, **overrides)
     clock = clock or VirtualClock()
-    executor = SimExecutor(
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=config.vocab_size,
-        draft_context_tokens=config.draft_context_tokens,
-        drafter=config.default_chain,
-        acceptance=ModelledAcceptance(acceptance),
-        clock=clock,
-        faults=faults,
+    executor = SimExecutor.of(
+        config, acceptance=ModelledAcceptance(acceptance), clock=clock, faults=faults
     )
     if background_kernels is not None:
         vars(executor)["background_kernels"] = background_kernels

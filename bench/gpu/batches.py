@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.recorded_logits import recorded_logits
-from triton_kernels.noise import host as noise
+from cbatch.runtime.sampling import noise
 from triton_kernels.sampling import (
     DraftTokens,
     LogitsBatch,

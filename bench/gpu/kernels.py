@@ -36,8 +36,8 @@ from bench.gpu.limits import TINY as TINY_ATTENTION
 from bench.gpu.steps import TINY as TINY_TUNING
 from bench.gpu.steps import StepQueries, launches, make_steps, relative_error, tuning_of
 from bench.gpu.timing import Call, figures, input_sets, time_calls
+from cbatch.runtime.sampling import noise
 from triton_kernels.build import ahead
-from triton_kernels.noise import host as noise
 from triton_kernels.products.dense import dense
 from triton_kernels.sampling import COUPLED, REJECTION, sample
 from triton_kernels.verification.kernel import verify_logits

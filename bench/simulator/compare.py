@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from sim.replay.host import Host
 
 from bench.failures import Failures
 from bench.lookahead import make_prompts
@@ -52,7 +53,6 @@ from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.prices.calibrator import Calibrator
-from sim.replay.host import Host
 from sim.replay.routers import ROUTERS
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from sim.replay.host import Host, Work
 
 from bench.simulator.real import serve_replicas
 from bench.simulator.simulated import SimulatedReplicas
 from cbatch.core.prices.calibration import Calibration
 from cbatch.engine.prices.fit import nonnegative_least_squares
-from sim.replay.host import Host, Work
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 

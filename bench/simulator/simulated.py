@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+from sim.replay.host import Host
 
 from bench.simulator.workloads import FULL_ROWS, probe_runs
 from cbatch.core.prices.calibration import Calibration
@@ -14,8 +15,7 @@ from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import parse_lookahead
 from sim.executor.acceptance import RecordedAcceptance
-from sim.executor.modelled import ModelledExecutor
-from sim.replay.host import Host
+from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.replay.routers import make_router
 from sim.report.report import Record, Report
@@ -126,7 +126,7 @@ class SimulatedReplicas(msgspec.Struct, frozen=True):
         prices = self.overhead.priced(self.calibration).prices
         cost = ProfiledCost(prices, adaptive=config.lookahead.policy == "adaptive")
         executors = [
-            ModelledExecutor(
+            FakeExecutor(
                 max_num_seqs=config.max_num_seqs,
                 cost=cost,
                 acceptance=RecordedAcceptance(self.acceptances, max_num_seqs=config.max_num_seqs),

@@ -17,8 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cbatch.core.request.typed import OLD_NAMES
-from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import (
     Added,
     Cancelled,
@@ -91,6 +89,13 @@ def encode_line(record: msgspec.Struct) -> bytes:
     return _encoder.encode(record) + b"\n"
 
 
+def is_step_log(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return FORMAT.encode() in file.readline(200)
+
+
 def open_to_append(path: Path) -> int:
     """Open a new or existing log for appending, without an incomplete last record. Return the file
     descriptor. It holds a lock until the process ends, however it ends: two writers would mix their
@@ -155,7 +160,7 @@ def read_step_log(path: str | Path) -> StepLog:
         try:
             if not (begins or events):
                 raise StepLogError("the configuration of an engine is missing")
-            events.append(_checked(decoder.decode(_with_new_names(line) if begins else line)))
+            events.append(_checked(decoder.decode(line)))
             numbers.append(number)
             is_whole = True
         except (msgspec.MsgspecError, ValueError, TypeError, ArithmeticError, RecursionError) as e:
@@ -189,13 +194,6 @@ def _checked(event: AnyEvent) -> AnyEvent:
             if size > limit:
                 raise StepLogError(f"{name}: {getattr(config, name)} is too large")
     return event
-
-
-def _with_new_names(line: bytes) -> bytes:
-    for old, new in OLD_NAMES.items():
-        if new in SchedulerConfig.__struct_fields__:
-            line = line.replace(f'"{old}":'.encode(), f'"{new}":'.encode())
-    return line
 
 
 def _check_header(path: str | Path, line: bytes) -> None:

@@ -17,13 +17,13 @@ from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import LOOKUPS, MODEL
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
+from cbatch.rerun.drafters import Fates, Rerun, rejects, rerun
+from cbatch.rerun.models import DraftSizes, load_drafts
+from cbatch.rerun.prices import recorded_prices, with_drafter
 from sim.advise.plot import save_plots
-from sim.advise.prices import recorded_prices, with_drafter
 from sim.advise.recording import Recording, read_run
-from sim.advise.rerun import Rerun, load_drafts, rejects, rerun
-from sim.advise.scenarios import ModelDrafts, RecordedWorld, Row, ScenarioSettings, search
+from sim.advise.scenarios import RecordedWorld, Row, ScenarioSettings, search
 from sim.advise.speed import RecordedSpeed
-from sim.advise.texts import Fates
 from sim.cli.costs import read_calibration
 from sim.cli.processes import counting_bar, num_processes, run_scenarios
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         return run_scenarios(world.serve, settings, num_processes(args.processes, len(settings)))
 
     rows = search(ScenarioSettings.of(world.config), choices, serve_all)
-    _print(args, recording, reruns, rows)
+    _print(args, recording, reruns, rows, _largest_k(choices))
     return 0
 
 
@@ -104,7 +104,8 @@ def prepare(
     if args.cost is None:
         own = prices[ScenarioSettings.of(recording.engine.config).drafter or "off"]
         speed = RecordedSpeed(recording.spans, recording.samples, ProfiledCost(own))
-    world = RecordedWorld(recording.engine.config, recording.texts, prices, model, speed)
+    fates = {name: each.fates for name, each in reruns.items()}
+    world = RecordedWorld(recording.engine.config, recording.texts, prices, fates, model, speed)
     return recording, reruns, world, choices
 
 
@@ -146,24 +147,26 @@ def _choices(args: argparse.Namespace, recording: Recording) -> dict[str, list[A
     return {name: list(dict.fromkeys(values)) for name, values in choices.items()}
 
 
+def _largest_k(choices: dict[str, list[Any]]) -> int:
+    return max(parse_lookahead(each).k for each in choices["lookahead"])
+
+
 def _rerun(
     args: argparse.Namespace, recording: Recording, choices: dict[str, list[Any]]
-) -> tuple[dict[str, Rerun], ModelDrafts | None]:
-    """Rerun all drafters, each at the largest k of the policies."""
+) -> tuple[dict[str, Rerun], DraftSizes | None]:
     names = dict.fromkeys(each for chain in choices["drafter"] for each in chain.split("+"))
-    k = max(parse_lookahead(each).k for each in choices["lookahead"])
-    core = load_drafts(recording, args.model, args.draft) if MODEL in names else None
+    k, config, outputs = _largest_k(choices), recording.engine.config, recording.outputs
+    core = load_drafts(recording.engine, args.model, args.draft) if MODEL in names else None
     reruns = {}
     with counting_bar() as bar:
         for name in names:
             task = bar.add_task(f"texts drafted by {name}", total=len(recording.texts))
-            reruns[name] = rerun(recording, name, k, core, partial(bar.advance, task))
+            reruns[name] = rerun(outputs, config, name, k, core, partial(bar.advance, task))
     if core is None:
         return reruns, None
-    config, is_head = core.scheduler.config, bool(core.executor.drafter.hidden_layers)
-    sizes = config.draft_context_tokens, config.catch_up_price, is_head
+    sizes = DraftSizes.of(core)
     core.resources.close()
-    return reruns, ModelDrafts(reruns[MODEL].fates, *sizes)
+    return reruns, sizes
 
 
 def _prices(
@@ -189,9 +192,14 @@ def _prices(
 
 
 def _print(
-    args: argparse.Namespace, recording: Recording, reruns: dict[str, Rerun], rows: list[Row]
+    args: argparse.Namespace,
+    recording: Recording,
+    reruns: dict[str, Rerun],
+    rows: list[Row],
+    k: int,
 ) -> None:
     console, measured = TextConsole(), recording.figures()
+    verdicts = {name: recording.compare(name, each.fates, k) for name, each in reruns.items()}
     settings = ScenarioSettings.of(recording.engine.config)
     recorded = next(row for row in rows if settings._asdict().items() <= row.items())
     tokens = sum(len(text.output) for text in recording.texts.values())
@@ -209,7 +217,7 @@ def _print(
     table.add_section()
     table.add_row(*_cells({"lookahead": "measured", **measured}))
     console.print(table)
-    for line in (*recording.warnings, *_remarks(recording, reruns)):
+    for line in (*recording.warnings, *_remarks(recording, verdicts)):
         console.print(line, soft_wrap=True)
     best = "the recorded settings" if rows[0] is recorded else _label(rows[0])
     console.print(f"best: {best}: {_changes(rows[0], recorded)}, both simulated", soft_wrap=True)
@@ -220,7 +228,10 @@ def _print(
             for name, each in reruns.items()
         }
         save_plots(args.plot, args.log.name, rows, [_label(row) for row in rows], fates)
-    checks = {n: {"checked": e.checked, "differing": e.differing} for n, e in reruns.items()}
+    checks = {
+        name: dict(zip(("checked", "differing"), each, strict=True))
+        for name, each in verdicts.items()
+    }
     document = {"log": args.log.name, "requests": len(recording.texts), "recorded": measured}
     document |= {"simulated": recorded, "best": rows[0], "fates": checks, "scenarios": rows}
     print_figures(document, args.json)
@@ -244,16 +255,16 @@ def _changes(row: Row, base: Row) -> str:
     return ", ".join(f"{name} {new / old - 1:+.1%}" for name, new, old in pairs if new and old)
 
 
-def _remarks(recording: Recording, reruns: dict[str, Rerun]) -> Iterable[str]:
+def _remarks(recording: Recording, verdicts: dict[str, tuple[int, int]]) -> Iterable[str]:
     if len(recording.samples) < LEAST_STEPS:
         yield f"warning: the prices of {len(recording.samples)} steps are rough: record more"
-    for name, again in reruns.items():
-        if again.checked:
+    for name, (checked, differing) in verdicts.items():
+        if checked:
             verdict = "all have the recorded outcome"
-            if again.differing:
-                verdict = f"warning: {again.differing:,} have another one: is it the same model?"
-            yield f"{again.checked:,} recorded rows drafted by {name} were rerun: {verdict}"
-    if rejects(recording):
+            if differing:
+                verdict = f"warning: {differing:,} have another one: is it the same model?"
+            yield f"{checked:,} recorded rows drafted by {name} were rerun: {verdict}"
+    if rejects(recording.outputs):
         yield (
             "drafts of some requests are verified by rejection sampling: other settings would give "
             "other texts of the same distribution"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cbatch.rerun.drafters import Fates
 from sim.advise.scenarios import Row
-from sim.advise.texts import Fates
 from sim.report.display import load_pyplot
 
 

@@ -13,14 +13,17 @@ from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
-from cbatch.runtime.drafting.lookups import chain_drafter
+from cbatch.rerun.drafters import Fates
+from cbatch.rerun.models import DraftSizes
 from sim.advise.recording import figures
-from sim.advise.speed import RecordedSpeed
-from sim.advise.texts import Fates, PricedExecutor, RecordedDrafts, TextExecutor, Texts
+from sim.advise.speed import PacedExecutor, RecordedSpeed
+from sim.advise.texts import RecordedDrafts, RecordedTokens, Texts
+from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.report.report import Record
 from sim.report.timeline import Observer
 from sim.workload.sources import OpenLoop
+from sim.workload.traces.request import TraceRequest
 
 SIMILAR = 0.01  # relative difference in tokens/s below which the shorter gaps decide
 SHORTER = 0.05  # gaps shorter by this share are a reason to change settings
@@ -44,22 +47,15 @@ class ScenarioSettings(NamedTuple):
         return cls(lookahead, None if lookahead == "off" else names, *sizes)
 
 
-class ModelDrafts(NamedTuple):
-    """The fates of the drafts of a draft model or head, and its sizes."""
-
-    fates: Mapping[str, Fates]
-    context_tokens: int
-    catch_up_price: float
-    is_head: bool
-
-
 class RecordedWorld(NamedTuple):
-    """All that scenarios share. `prices` are by drafter, "off" for none."""
+    """All that scenarios share. `prices` are by chain, "off" for none; `fates` by drafter, then by
+    text."""
 
     config: SchedulerConfig
     texts: Texts
     prices: Mapping[str, CostProfile]
-    model: ModelDrafts | None = None
+    fates: Mapping[str, Mapping[str, Fates]]
+    model: DraftSizes | None = None
     speed: RecordedSpeed | None = None
 
     def config_of(self, settings: ScenarioSettings) -> SchedulerConfig:
@@ -83,16 +79,18 @@ class RecordedWorld(NamedTuple):
 
     def serve(self, settings: ScenarioSettings, observers: Sequence[Observer] = ()) -> Row:
         """Serve the recorded arrivals with these settings. Return the settings and the figures."""
-        config, records, model = self.config_of(settings), list[Record](), None
-        if self.model is not None:
-            sizes = self.model.context_tokens, self.model.is_head
-            model = RecordedDrafts(self.model.fates, self.texts, *sizes)
-        chain = None if settings.drafter is None else chain_drafter(config, model)
-        cost = ProfiledCost(self.prices[settings.drafter or "off"])
+        config, records = self.config_of(settings), list[Record]()
         report = replay(
-            OpenLoop(text.traced for text in self.texts.values()),
+            OpenLoop(
+                TraceRequest(
+                    arrival_s=text.arrival_s,
+                    prompt_tokens=len(text.request.prompt),
+                    output_tokens=len(text.output),
+                )
+                for text in self.texts.values()
+            ),
             config,
-            PricedExecutor(TextExecutor(self.texts, config, chain), config, cost, self.speed),
+            self._executor(config, settings.drafter),
             on_record=records.append,
             observers=observers,
             make_request=lambda number, _: self.texts[str(number)].request,
@@ -107,6 +105,20 @@ class RecordedWorld(NamedTuple):
         measures["drafted_tokens"] = 0 if drafts is None else drafts.drafted_tokens
         measures["accepted_tokens"] = 0 if drafts is None else drafts.accepted_tokens
         return settings._asdict() | measures
+
+    def _executor(self, config: SchedulerConfig, drafter: str | None) -> FakeExecutor:
+        slots, acceptance = config.max_num_seqs, None
+        if drafter is not None:
+            sizes = () if self.model is None else (self.model.context_tokens, self.model.is_head)
+            chain = drafter.split("+")
+            acceptance = RecordedDrafts(self.texts, chain, self.fates, slots, *sizes)
+        parts: dict[str, Any] = {
+            "max_num_seqs": slots,
+            "cost": ProfiledCost(self.prices[drafter or "off"]),
+            "acceptance": acceptance,
+            "tokens": RecordedTokens(self.texts, slots),
+        }
+        return FakeExecutor(**parts) if self.speed is None else PacedExecutor(self.speed, **parts)
 
 
 def search(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from cbatch.core.prices.step_work import StepSample
+from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.steplog.recorded_run import Span
 from sim.cost.base import CostModel
-
-Span = tuple[float, float]  # start and end of a step, in seconds from the first arrival
+from sim.executor.fake import FakeExecutor
 
 
 class RecordedSpeed:
@@ -37,3 +40,24 @@ def _interpolated(x: float, xs: np.ndarray, ys: np.ndarray) -> float:
     """Return y at x by linear interpolation; outside `xs` y grows as x does."""
     inside = min(max(x, float(xs[0])), float(xs[-1]))
     return float(np.interp(inside, xs, ys)) + x - inside
+
+
+class PacedExecutor(FakeExecutor):
+    """A fake executor that is as slow at each time as the recorded machine was."""
+
+    def __init__(self, speed: RecordedSpeed, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._speed, self._now_s = speed, 0.0
+
+    def idle(self, seconds: float) -> None:
+        super().idle(seconds)
+        self._now_s += seconds
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        price_s = result.draft_s + result.target_s + self.host_s
+        step_s = self._speed.end_s(self._now_s, price_s) - self._now_s
+        self._now_s += step_s
+        factor = step_s / price_s
+        self.host_s *= factor
+        return replace(result, draft_s=factor * result.draft_s, target_s=factor * result.target_s)

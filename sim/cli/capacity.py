@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 from rich.box import SIMPLE
+from rich.progress import Progress
 from rich.table import Table
 
 from cbatch.cli.console import TextConsole
@@ -15,8 +16,8 @@ from cbatch.cli.output import add_json_option, is_file_path, print_line
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
-from sim.cli.display import Bar, describe_costs
-from sim.cli.processes import num_processes, run_scenarios
+from sim.cli.display import describe_costs, replay_bar
+from sim.cli.processes import counting_bar, num_processes, run_scenarios
 from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
 from sim.cli.simulation import build
 from sim.cli.sweep import (
@@ -94,7 +95,7 @@ def _run(args: argparse.Namespace, options: Search) -> int:
         processes = num_processes(args.processes, len(scenarios))
         capacities = run_scenarios(work, scenarios, processes)
     else:
-        with Bar() as bar:
+        with counting_bar() as bar:
             capacities = [search(scenarios[0], level, options.range, bar)]
     documents = [
         _document(variant, capacity, level)
@@ -110,7 +111,7 @@ def _run(args: argparse.Namespace, options: Search) -> int:
 
 
 def search(
-    scenario: Scenario, level: ServiceLevel, rates: tuple[float, float], bar: Bar | None = None
+    scenario: Scenario, level: ServiceLevel, rates: tuple[float, float], bar: Progress | None = None
 ) -> Capacity:
     """Find the highest rate in the range `rates` that meets `level`. Rates are multiples of the
     trace's own rate."""
@@ -118,13 +119,8 @@ def search(
     def serve(rate: float, rounds: int) -> Trial:
         records: list[Record] = []
         simulation = build(msgspec.structs.replace(scenario, rate_scale=rate))
-        if bar is not None:
-            bar.prefix = f"{rate:.3g} × the rate · "
-        report = simulation.run(
-            on_record=records.append,
-            on_progress=None if bar is None else bar.update,
-            rounds=rounds,
-        )
+        show = None if bar is None else replay_bar(bar, f"{rate:.3g} × the rate · ")
+        report = simulation.run(on_record=records.append, on_progress=show, rounds=rounds)
         return judge(rate, report, records, level, rounds)
 
     return find_capacity(

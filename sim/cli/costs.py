@@ -1,4 +1,4 @@
-"""A scenario's cost model: roofline, calibration, kernel table, layer table, or a constant."""
+"""A scenario's cost model: roofline, calibration, layer profile, or a constant."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
 from sim.cli.scenario import ENGINE_DEFAULTS, GPU, MODEL_SHAPE, Scenario
 from sim.cost.base import CostModel, constant_cost
-from sim.cost.kernel_tables import KernelCost, read_kernel_tables
 from sim.cost.layer_profiles import LayerProfile
 from sim.cost.pool import DEFAULT_RULES, MEMORY_SHARE, PoolSettings, pool_blocks
-from sim.cost.roofline import Roofline, RooflineConfig, gpu_within, load_gpu, load_shape
+from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
 from sim.workload.traces.files import read_whole
 
 
@@ -41,13 +40,11 @@ def price_scenario(scenario: Scenario, policy: str) -> PricedScenario:
         return PricedScenario(cost=constant_cost(scenario.step_seconds), names=names, engine={})
     if scenario.cost is not None:
         return _calibrated(scenario.cost, policy)
-    if scenario.cost_table is None:
-        config, names, engine = _devices(scenario, scenario.gpu or GPU, drafts=drafts)
-        names = {"cost": "roofline"} | names
-        return PricedScenario(cost=Roofline(config), names=names, engine=engine)
-    if scenario.has_device:
-        return _kernels(scenario, scenario.cost_table, drafts=drafts)
-    return _layers(scenario.cost_table, scenario.model or MODEL_SHAPE, drafts=drafts)
+    if scenario.cost_table is not None:
+        return _layers(scenario.cost_table, scenario.model or MODEL_SHAPE, drafts=drafts)
+    config, names, engine = _devices(scenario, scenario.gpu or GPU, drafts=drafts)
+    names = {"cost": "roofline"} | names
+    return PricedScenario(cost=Roofline(config), names=names, engine=engine)
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -88,20 +85,6 @@ def _layers(path: str, model: str, *, drafts: bool) -> PricedScenario:
     )
 
 
-def _kernels(scenario: Scenario, path: str, *, drafts: bool) -> PricedScenario:
-    tables = read_kernel_tables(path)
-    config, names, engine = _devices(scenario, gpu_within(tables.device), drafts=drafts)
-    cost = KernelCost(tables, config)
-    table_names = {"cost": "kernel table", "table": path, "kernels": tables.framework}
-    table_names["from_roofline"] = ", ".join(cost.from_roofline)
-    return PricedScenario(
-        cost=cost,
-        names=table_names | names,
-        engine=engine,
-        limits={"max_num_seqs": cost.max_rows, "max_num_batched_tokens": cost.max_step_tokens},
-    )
-
-
 def _devices(
     scenario: Scenario, gpu: str, *, drafts: bool
 ) -> tuple[RooflineConfig, dict[str, Any], dict[str, Any]]:
@@ -127,7 +110,6 @@ def _devices(
 
 
 def _pool_settings(scenario: Scenario) -> PoolSettings:
-    """Return the options that size the KV pool, or their defaults."""
     defaults = ENGINE_DEFAULTS | {"gpu_memory_utilization": MEMORY_SHARE, "pool": DEFAULT_RULES}
     given = {name: v for name in defaults if (v := getattr(scenario, name)) is not None}
     values = defaults | given

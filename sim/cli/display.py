@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, is_file_path, print_line, require_place
@@ -33,35 +32,18 @@ COST_SETTINGS = (
 _SPREADS = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
 
 
-class Bar:
-    """Progress line with simulated time and request counts; shown only on a terminal."""
+def replay_bar(bar: Progress, prefix: str = "") -> Callable[[ReplayProgress], None]:
+    """Return a function that shows the state of a simulation in a bar's only line."""
+    task = bar.task_ids[0] if bar.task_ids else bar.add_task("", total=None)
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.fields[words]}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self._task = self._progress.add_task("", total=None, words="")
-        self.prefix = ""
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def update(self, state: ReplayProgress) -> None:
+    def show(state: ReplayProgress) -> None:
         words = (
-            f"{self.prefix}{state.now_s:,.1f} s simulated · {state.finished:,} done · "
-            f"{state.running} running · {state.waiting} waiting · {state.steps:,} steps"
+            f"{prefix}{state.now_s:,.1f} s simulated · {state.finished:,} done · "
+            f"{state.running} running · {state.waiting} waiting · steps"
         )
-        self._progress.update(self._task, words=words)
+        bar.update(task, completed=state.steps, description=words)
+
+    return show
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -180,8 +162,6 @@ def _lines(report: Report) -> list[str]:
         )
     if "as_recorded" in report.settings:
         lines.append(f"taken from the step log: {', '.join(report.settings['as_recorded'])}")
-    if "from_roofline" in report.settings:
-        lines.append(f"by the roofline, not the table: {report.settings['from_roofline']}")
     if report.cut_requests:
         lines.append(f"{report.cut_requests:,} outputs cut at the end of context or pool")
     if report.refused:

@@ -6,7 +6,8 @@ import argparse
 
 from cbatch.cli.settings import add_flags
 from cbatch.core.request.errors import FieldError
-from sim.cli.display import Bar, ReportFiles, add_report_options, print_report
+from sim.cli.display import ReportFiles, add_report_options, print_report, replay_bar
+from sim.cli.processes import counting_bar
 from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
 from sim.cli.simulation import build
 from sim.cli.sweep import (
@@ -44,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
         compare(args, runs)
         return 0
     simulation = build(runs[0].scenario)
-    with Bar() as bar, files:
+    with counting_bar() as bar, files:
         report = simulation.run(
-            on_record=files.on_record, on_progress=bar.update, observers=files.observers
+            on_record=files.on_record, on_progress=replay_bar(bar), observers=files.observers
         )
     files.write(report)
     print_report(report, args.json)

@@ -12,7 +12,6 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.core.scheduler import knobs
 from cbatch.core.scheduler.config import QueuePolicy
-from sim.cost.kernel_tables import holds_kernel_tables
 from sim.cost.pool import RULES
 from sim.workload.arrivals import require_positive
 from sim.workload.options import RATE_SCALE_KNOB, SLO_KNOB, THINK_KNOB, Reading, warn
@@ -39,9 +38,7 @@ _cost, _engine = partial(knob, "cost of a step"), partial(knob, "engine")
 
 
 class TraceFile(Reading, frozen=True, kw_only=True):
-    trace: Annotated[
-        str, knob("", "trace file, plain or gzip, or a folder of ServeGen windows", "TRACE")
-    ]
+    trace: Annotated[str, knob("", "trace file, plain or gzip", "TRACE")]
 
 
 class PacedTrace(TraceFile, frozen=True, kw_only=True):
@@ -96,7 +93,7 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
         str | None, _cost("cost profile of cbatch calibrate, instead of a roofline", "FILE")
     ] = None
     cost_table: Annotated[
-        str | None, _cost("tables of measured kernels or layers, instead of a roofline", "DIR")
+        str | None, _cost("profile of a model's layers, instead of a roofline", "DIR")
     ] = None
     step_seconds: Annotated[
         float | None, _cost("constant duration of a step, instead of a roofline", "S")
@@ -134,10 +131,6 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
         str | None,
         _fleet("round-robin, least-loaded, prefix-affine", "NAME", default=ROUTER),
     ] = None
-    host: Annotated[
-        str | None,
-        _fleet("JSON file: processors that engines, servers and the client share", "FILE"),
-    ] = None
 
     def ignored(self) -> dict[str, str]:
         """Return the given fields that other fields make ineffective, each with the reason."""
@@ -154,17 +147,9 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
         return {name: why for name, ignored, why in unused if ignored and name in given}
 
     @property
-    def holds_kernel_tables(self) -> bool:
-        """True if --cost-table has times of kernels (for any model) instead of one model's
-        layers."""
-        return self.cost_table is not None and holds_kernel_tables(self.cost_table)
-
-    @property
     def has_device(self) -> bool:
         """True if the cost model describes a GPU with a known memory size."""
-        if self.cost_table is not None:
-            return self.holds_kernel_tables
-        return self.step_seconds is None and self.cost is None
+        return all(getattr(self, source) is None for source in _SOURCES)
 
     @property
     def records_pool(self) -> bool:
@@ -183,17 +168,12 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
 
     def _ignored_by_cost(self) -> list[tuple[str, bool, str]]:
         """Return (field, ignored, reason) rows for the fields that a source of costs replaces."""
-        tabled = _ROOFLINE[1:] if self.holds_kernel_tables else ("model",)
-        rows = []
-        for source in _SOURCES:
-            own = tabled if source == "cost_table" else ()
-            chosen, why = (
-                getattr(self, source) is not None,
-                f"{flag_of(source)} sets the whole cost",
-            )
-            others = (*(other for other in _SOURCES if other != source), *_ROOFLINE)
-            rows += [(other, chosen, why) for other in others if other not in own]
-        return rows
+        return [
+            (other, getattr(self, source) is not None, f"{flag_of(source)} sets the whole cost")
+            for source in _SOURCES
+            for other in (*_SOURCES, *_ROOFLINE)
+            if other != source and (source, other) != ("cost_table", "model")
+        ]
 
 
 def refuse_ignored(*scenarios: Scenario) -> None:

@@ -12,7 +12,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from sim.cli.costs import PricedScenario
 from sim.cli.scenario import ENGINE_DEFAULTS, SIZES, Scenario
-from sim.cost.recorded_pool import recorded_blocks
+from sim.cost.pool import recorded_blocks
 
 
 def as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, list[str]]:
@@ -21,7 +21,7 @@ def as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, 
 
     A log never sets lookahead or prices. It sets the number of KV blocks only if the device's
     memory size is unknown; otherwise the number is computed. Raises `FieldError` without prices."""
-    if scenario.has_device and scenario.gpu is None and scenario.cost_table is None:
+    if scenario.has_device and scenario.gpu is None:
         remedy = "calibrate the machine that recorded it, or name a device with --gpu"
         raise FieldError("--cost", "is missing: a step log has no prices", remedy)
     recorded = {field: getattr(config, field) for field in (*SIZES, "enable_prefix_caching")}

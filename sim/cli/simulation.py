@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -15,16 +15,17 @@ from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from sim.cli.costs import PricedScenario, price_scenario
 from sim.cli.scenario import ACCEPTANCE, ROUTER, SIZES, Scenario
 from sim.cli.scheduler_config import as_recorded, scheduler_config, with_recorded_pool
-from sim.cli.source import requests_of, source_of
 from sim.executor.acceptance import parse_acceptance
-from sim.executor.modelled import ModelledExecutor
-from sim.replay.host import Host, read_host
+from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.replay.replica import Progress
 from sim.replay.routers import make_router, router_name
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
 from sim.workload.options import OpenedTrace
+from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
+from sim.workload.traces.changes import endless, sample, scale
+from sim.workload.traces.request import TraceRequest
 
 # Options that change the trace or its load; the report lists them under `settings`.
 _CHANGES = (
@@ -42,13 +43,12 @@ class Simulation(NamedTuple):
     config: SchedulerConfig
     objectives: Objectives | None
     settings: dict[str, Any]  # as the report lists them
-    host: Host | None = None
 
-    def executor(self) -> ModelledExecutor:
+    def executor(self) -> FakeExecutor:
         slots, acceptance = self.config.max_num_seqs, None
         if "acceptance" in self.settings:
             acceptance = parse_acceptance(self.settings["acceptance"], max_num_seqs=slots)
-        return ModelledExecutor(max_num_seqs=slots, cost=self.prices.cost, acceptance=acceptance)
+        return FakeExecutor(max_num_seqs=slots, cost=self.prices.cost, acceptance=acceptance)
 
     def run(
         self,
@@ -71,7 +71,6 @@ class Simulation(NamedTuple):
             on_record=on_record,
             on_progress=on_progress,
             observers=observers,
-            host=self.host,
         )
 
 
@@ -103,9 +102,27 @@ def build(scenario: Scenario) -> Simulation:
     settings |= {name: getattr(scenario, name) for name in _CHANGES}
     if from_log:
         settings["as_recorded"] = from_log
-    host = None if scenario.host is None else read_host(scenario.host)
-    if host is not None:
-        settings["host"] = msgspec.to_builtins(host)
-    simulation = Simulation(scenario, trace, prices, config, objectives, settings, host)
+    simulation = Simulation(scenario, trace, prices, config, objectives, settings)
     simulation.executor()  # raises `FieldError` for an invalid --acceptance
     return simulation
+
+
+def requests_of(scenario: Scenario, trace: OpenedTrace) -> Iterable[TraceRequest]:
+    """Return the requests of the trace, or a sample of `scenario.requests` of them."""
+    if scenario.requests is None:
+        return trace.requests()
+    return sample(trace.requests(), max_requests=scenario.requests)
+
+
+def source_of(scenario: Scenario, trace: OpenedTrace, rounds: int = 1) -> Source:
+    """Return the requests of the trace, `rounds` times in a row."""
+    requests = requests_of(scenario, trace)
+    if scenario.rate_scale is not None:
+        requests = scale(requests, rate=scenario.rate_scale)
+    if rounds > 1:
+        whole = list(requests)
+        requests = islice(endless(whole), rounds * len(whole))
+    source: Source = OpenLoop(requests)
+    if scenario.concurrency is not None:
+        source = ClosedLoop(requests, scenario.concurrency, think_s=scenario.think or 0.0)
+    return source if scenario.latency is None else Remote(source, scenario.latency)

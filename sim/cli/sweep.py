@@ -20,8 +20,7 @@ from cbatch.core.request.errors import FieldError, did_you_mean
 from sim.cli.display import describe_costs, overload_sentence
 from sim.cli.processes import num_processes, run_scenarios
 from sim.cli.scenario import Scenario, refuse_ignored
-from sim.cli.simulation import build
-from sim.cli.source import source_of
+from sim.cli.simulation import build, source_of
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report, to_json
 from sim.report.timeline import Timeline
@@ -148,7 +147,6 @@ def _view(scenario: Scenario) -> RunView:
 
 
 def _write_page(path: Path, variants: list[Variant], views: list[RunView]) -> None:
-    """Write one HTML page with the plots of all scenarios."""
     names = (", ".join(f"{k} {v}" for k, v in variant.values.items()) for variant in variants)
     replace = msgspec.structs.replace
     named = [replace(view, name=name) for name, view in zip(names, views, strict=True)]

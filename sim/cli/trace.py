@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     show = actions.add_parser("show", help="print statistics of a trace")
     add_flags(show, TraceFile)
     show.add_argument("--plot", type=Path, metavar="PNG", help="draw rate, lengths and gaps")
-    show.add_argument("--seed", type=int, help="seed for --spread and ServeGen windows")
+    show.add_argument("--seed", type=int, help="seed for --spread")
     add_json_option(show, "the statistics")
     show.set_defaults(run=run_show)
 

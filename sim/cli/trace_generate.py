@@ -32,40 +32,27 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="generate a synthetic trace",
         description="Generate requests or sessions with random arrivals and lengths.",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help=".jsonl or .jsonl.gz file to write")
-    parser.add_argument("--rate", type=float, metavar="R", help="requests or sessions per second")
-    parser.add_argument(
-        "--arrivals", metavar="DIST", help=f"poisson (default), or one of {forms(ARRIVALS, 1)}"
-    )
-    parser.add_argument(
-        "--prompt", required=True, metavar="DIST", help=f"prompt length in tokens: {forms(LENGTHS)}"
-    )
-    parser.add_argument("--output", required=True, metavar="DIST", help="output length in tokens")
-    parser.add_argument("--requests", type=int, metavar="N", help="number of requests")
-    parser.add_argument("--seed", type=int, help="seed of random draws (default: 0)")
     group = parser.add_argument_group(
         "sessions",
         "arrivals are of sessions; the prompt of a turn is the session so far and --prompt",
     )
-    group.add_argument(
-        "--sessions", type=int, metavar="N", help="number of sessions, instead of --requests"
-    )
-    group.add_argument("--turns", metavar="DIST", help="turns per session (default: fixed:1)")
-    group.add_argument(
-        "--think",
-        type=float,
-        metavar="SECONDS",
-        help=f"mean pause before a turn (default: {THINK_S})",
-    )
-    group.add_argument(
-        "--system-prompt",
-        type=int,
-        metavar="TOKENS",
-        help="length of the system prompt of sessions",
-    )
-    group.add_argument(
-        "--system-prompts", type=int, metavar="N", help="number of system prompts (default: 1)"
-    )
+    parser.add_argument("out", type=Path, metavar="OUT", help=".jsonl or .jsonl.gz file to write")
+    lengths = f"prompt length in tokens: {forms(LENGTHS)}"
+    parser.add_argument("--prompt", required=True, metavar="DIST", help=lengths)
+    parser.add_argument("--output", required=True, metavar="DIST", help="output length in tokens")
+    laws = f"poisson (default), or one of {forms(ARRIVALS, 1)}"
+    for place, option, kind, metavar, text in (
+        (parser, "--rate", float, "R", "requests or sessions per second"),
+        (parser, "--arrivals", str, "DIST", laws),
+        (parser, "--requests", int, "N", "number of requests"),
+        (parser, "--seed", int, "SEED", "seed of random draws (default: 0)"),
+        (group, "--sessions", int, "N", "number of sessions, instead of --requests"),
+        (group, "--turns", str, "DIST", "turns per session (default: fixed:1)"),
+        (group, "--think", float, "SECONDS", f"mean pause before a turn (default: {THINK_S})"),
+        (group, "--system-prompt", int, "TOKENS", "length of the system prompt of sessions"),
+        (group, "--system-prompts", int, "N", "number of system prompts (default: 1)"),
+    ):
+        place.add_argument(option, type=kind, metavar=metavar, help=text)
     parser.set_defaults(run=run)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,6 @@ import numpy as np
 from cbatch.core.prices.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from sim.cost.tables import Grid
 from sim.workload.traces.files import TraceRow, csv_rows, read_lines
 
 # Launches of each kernel per transformer block. The kernels of `_ONCE` run once per pass.
@@ -159,6 +158,27 @@ class Skew:
         bounds = zip(self._bounds, values, strict=True)
         key = (chunk, *(axis[min(bisect_left(axis, x), len(axis) - 1)] for axis, x in bounds))
         return self._shares.get(key, self._mean_shares[chunk])
+
+
+class Grid:
+    """Multilinear interpolation in a full lattice: `values[i, j, ...]` at `axes[0][i], ...`. Every
+    axis ascends and has at least two points. Beyond the last point the last line continues: times
+    grow linearly once a device is full."""
+
+    def __init__(self, axes: Sequence[Sequence[float]], values: np.ndarray) -> None:
+        self.axes = [list(axis) for axis in axes]
+        self._values = values
+
+    def __call__(self, *point: float) -> float:
+        slices, shares = [], []
+        for axis, x in zip(self.axes, point, strict=True):
+            low = min(max(bisect_right(axis, x) - 1, 0), len(axis) - 2)
+            slices.append(slice(low, low + 2))
+            shares.append((x - axis[low]) / (axis[low + 1] - axis[low]))
+        cell = self._values[tuple(slices)]
+        for share in shares:
+            cell = cell[0] + share * (cell[1] - cell[0])
+        return float(cell)
 
 
 def _mixed(

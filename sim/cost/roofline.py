@@ -95,16 +95,6 @@ def load_gpu(name: str) -> Gpu:
     return msgspec.convert(known[name.lower()], Gpu)
 
 
-def gpu_within(device: str) -> str:
-    """Return the shipped name that is a word of the device name which a driver reports."""
-    names = [name for name in gpu_names() if name in device.split()]
-    if not names:
-        raise FieldError(
-            "--cost-table", f"{device!r} is unknown", f"known: {', '.join(gpu_names())}"
-        )
-    return names[0]
-
-
 def load_shape(model: str) -> ModelShape:
     """Return the shape of a model. `model` is the name of a shipped shape, the path of a
     config.json, or its folder. Raises `FieldError`."""
@@ -148,12 +138,6 @@ class Rates(NamedTuple):
     exchange_token_s: float  # all-reduces of all layers for one token
     pair_s: float  # arithmetic of attention for one query-key pair
     context_token_s: float  # reading the KV of one position
-
-    def step_s(
-        self, tokens: float, logit_tokens: float, pairs: float, context_tokens: float
-    ) -> float:
-        """Return the seconds of one pass."""
-        return self.matrices_s(tokens, logit_tokens) + self.attention_s(pairs, context_tokens)
 
     def attention_s(self, pairs: float, context_tokens: float) -> float:
         return max(self.pair_s * pairs, self.context_token_s * context_tokens)
@@ -262,5 +246,6 @@ class Roofline:
             return 0.0
         depth = max(work.draft_depth, 1)
         rows, read_tokens = work.draft_tokens / depth, work.draft_context_tokens
-        seconds = self._draft.step_s(rows + work.ingested_tokens, rows, read_tokens, read_tokens)
-        return seconds + (depth - 1) * self._draft.step_s(rows, rows, read_tokens, read_tokens)
+        first_s = self._draft.matrices_s(rows + work.ingested_tokens, rows)
+        later_s = (depth - 1) * self._draft.matrices_s(rows, rows)
+        return first_s + later_s + depth * self._draft.attention_s(read_tokens, read_tokens)

@@ -8,24 +8,31 @@ result. Their runs differ only by their decisions (paired comparisons, common ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.scheduler.plan import NewSequence
+from cbatch.core.scheduler.plan import NewSequence, StepPlan
 from sim.workload.tokens import ACCEPT, mix
 from sim.workload.traces.files import read_whole
 
 _REQUEST, _REDRAW, _LEVEL = 3, 4, 5  # purposes of the noise, in addition to ACCEPT
 
 
-class AcceptanceModel(Protocol):
+class AcceptanceModel:
+    """The drafters of an executor, and how many of their drafts are accepted."""
+
     def admit(self, admission: NewSequence) -> None:
         """Start a request in its slot."""
+        raise NotImplementedError
+
+    def num_drafted(self, plan: StepPlan, known: list[int]) -> np.ndarray:
+        """Return how many of the planned drafts are made, int32 [rows], given the `known` tokens of
+        each row."""
+        return plan.num_drafts
 
     def num_accepted(
         self, slots: np.ndarray, positions: np.ndarray, num_drafted: np.ndarray
@@ -33,9 +40,14 @@ class AcceptanceModel(Protocol):
         """Return the number of leading drafts accepted, int32 [rows]. The first draft of row i is
         for the absolute position `positions[i]`, which never decreases while a request holds its
         slot."""
+        raise NotImplementedError
+
+    def draft_kv_lens(self, plan: StepPlan, kv_lens: Callable[[], list[int]]) -> np.ndarray | None:
+        """Return `StepResult.draft_kv_lens`. `kv_lens()` gives the target's, by row."""
+        return None
 
 
-class _Independent:
+class _Independent(AcceptanceModel):
     """Base of models that accept each draft independently, given its probability."""
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -147,7 +159,7 @@ class DriftingAcceptance(_Independent):
         return last_redraws
 
 
-class RecordedAcceptance:
+class RecordedAcceptance(AcceptanceModel):
     """Acceptance as an engine recorded it: for each request in order of arrival, and each position
     of its output, whether a draft would be accepted. A recording with too few requests, or a
     request with too few positions, repeats from its start."""

@@ -42,8 +42,6 @@ _COUNTS = (  # fields that `total` adds up; it concatenates those of `_SERIES`
 
 
 class _OpenRequest(msgspec.Struct, gc=False):
-    """An unfinished request."""
-
     index: int
     request: TraceRequest
     queue_s: float | None = None  # None: not admitted yet
@@ -209,7 +207,6 @@ class MetricsRecorder:
         return self._steady is not None
 
     def _rows(self, slots: np.ndarray, counts: list[int], now_s: float) -> None:
-        """Record a step row by row."""
         gaps_s: list[float] = []
         tokens: list[int] = []
         last_s, emitting = self._last_s, 0

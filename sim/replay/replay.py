@@ -21,16 +21,16 @@ from typing import Any
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Event
 from cbatch.core.scheduler.scheduler import Scheduler
-from sim.replay.host import Host
-from sim.replay.hosted import HostedLoop
 from sim.replay.intake import Intake, MakeRequest
 from sim.replay.metrics import MetricsRecorder
 from sim.replay.outcome import Served, report_of
-from sim.replay.replica import Progress, ReplayedEngine, ReplayLoop, StepExecutor
-from sim.replay.routers import RoundRobin, Router
+from sim.replay.replica import Progress, ReplayedEngine, StepExecutor
+from sim.replay.routers import ReplicaLoad, RoundRobin, Router
 from sim.report.report import Objectives, Record, Report
 from sim.report.timeline import Observer
 from sim.workload.sources import Source
+
+PROGRESS_STEPS = 512  # minimum number of steps between two reports of progress
 
 
 def replay(
@@ -45,7 +45,6 @@ def replay(
     on_progress: Callable[[Progress], None] | None = None,
     observers: Sequence[Observer] = (),
     log: Callable[[Event], None] | None = None,
-    host: Host | None = None,
     make_request: MakeRequest | None = None,
 ) -> Report:
     """Serve all requests of `source` and return the report. A request that can never run is
@@ -53,9 +52,8 @@ def replay(
     its goodput.
 
     With a `router` there is one replica per executor, each with `config`, and the report lists
-    them. `observers` and `log` need a single executor. With a `host`, all replicas, their servers
-    and their client share its processors (see `sim.replay.host`). Requests of `make_request`
-    replace synthetic ones; their ids are their numbers in the trace."""
+    them. `observers` and `log` need a single executor. Requests of `make_request` replace synthetic
+    ones; their ids are their numbers in the trace."""
     if len(executors) != 1 and (router is None or observers or log is not None):
         raise ValueError("executors: several need a router, and no observer of one engine")
     intake, usual = Intake(source, seed, make_request), objectives or Objectives()
@@ -68,14 +66,27 @@ def replay(
         )
         for i, executor in enumerate(executors)
     ]
-    parts = source, intake, replicas, router or RoundRobin(), on_progress
-    (_Loop(*parts) if host is None else HostedLoop(*parts, host)).run()
+    _Loop(source, intake, replicas, router or RoundRobin(), on_progress).run()
     served = [Served(replica.scheduler, replica.recorder) for replica in replicas]
     return report_of(intake, served, objectives, settings or {}, by_replica=router is not None)
 
 
-class _Loop(ReplayLoop):
+class _Loop:
+    def __init__(
+        self,
+        source: Source,
+        intake: Intake,
+        replicas: Sequence[ReplayedEngine],
+        router: Router,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._source, self._intake, self._router = source, intake, router
+        self._replicas, self._on_progress = replicas, on_progress
+        self._load = ReplicaLoad(len(replicas))
+        self._report_steps = PROGRESS_STEPS  # number of steps at the next report of progress
+
     def run(self) -> None:
+        """Serve all requests. Raises RuntimeError if a scheduler still holds requests."""
         ends: list[tuple[float, int]] = []  # a heap: (end of a step, replica)
         replicas, now_s = self._replicas, 0.0
         next_s = self._next_s(ends)
@@ -93,7 +104,9 @@ class _Loop(ReplayLoop):
                     heapq.heappush(ends, (end_s, i))
                     next_s = min(next_s, end_s)
             self._report(now_s)
-        self._finish(now_s)
+        if any(replica.scheduler.has_work for replica in replicas):
+            raise RuntimeError("a scheduler holds requests that it will not run")
+        self._report(now_s, is_last=True)
 
     def _next_s(self, ends: list[tuple[float, int]]) -> float:
         """Return the time of the next event, not counting steps that begin now."""
@@ -107,7 +120,9 @@ class _Loop(ReplayLoop):
         while ends and ends[0][0] <= now_s:
             _, i = heapq.heappop(ends)
             ended.add(i)
-            self._reached_client(i, self._replicas[i].end(now_s), now_s)
+            for request in self._replicas[i].end(now_s):
+                self._load.remove(i, request.prompt_tokens)
+                self._source.ended(request, now_s)
         return ended
 
     def _take_in(self, now_s: float, ended: set[int]) -> set[int]:
@@ -131,3 +146,30 @@ class _Loop(ReplayLoop):
             arrival_s = source.next_arrival_s()
             if arrival_s is None or arrival_s > now_s:
                 return served
+
+    def _deliver(self, i: int, now_s: float) -> None:
+        """Give a replica, which runs no step, the requests of its inbox."""
+        replica = self._replicas[i]
+        arrivals, replica.inbox = replica.inbox, []
+        for arrival in arrivals:
+            if not self._intake.deliver(arrival, replica.scheduler, replica.recorder, now_s):
+                self._load.remove(i, arrival.traced.prompt_tokens)
+
+    def _report(self, now_s: float, *, is_last: bool = False) -> None:
+        if self._on_progress is None:
+            return
+        steps = sum(replica.num_steps for replica in self._replicas)
+        if steps < self._report_steps and not is_last:
+            return
+        self._report_steps = steps + PROGRESS_STEPS
+        schedulers = [replica.scheduler for replica in self._replicas]
+        inboxes = sum(len(replica.inbox) for replica in self._replicas)
+        self._on_progress(
+            Progress(
+                now_s=now_s,
+                finished=sum(replica.recorder.num_finished for replica in self._replicas),
+                running=sum(scheduler.num_running for scheduler in schedulers),
+                waiting=sum(scheduler.num_waiting for scheduler in schedulers) + inboxes,
+                steps=steps,
+            )
+        )

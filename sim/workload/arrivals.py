@@ -8,8 +8,7 @@ and Shedler 1979). Times are made in chunks of `CHUNK` gaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from cbatch.core.request.errors import FieldError
 CHUNK = 4096
 MAX_PARAMETER = 1e9  # of rates, seconds and others; the minimum is 1 / MAX_PARAMETER
 _MAX_PHASE_REQUESTS = 1e7  # arrivals, on average
-Law = Literal["gamma", "weibull"]
 
 
 def constant(rate_per_s: float) -> Iterator[float]:
@@ -38,12 +36,15 @@ def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
 def gamma(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
     """Yield times with gamma gaps. A CV above 1 gives bursts, below 1 regular arrivals."""
     require_positive("cv", cv)
-    return _renewal(rate_per_s, "gamma", 1 / cv**2, rng)
+    shape = 1 / cv**2
+    return _renewal(rate_per_s, lambda: rng.gamma(shape, 1 / shape, CHUNK))
 
 
 def weibull(rate_per_s: float, cv: float, rng: np.random.Generator) -> Iterator[float]:
     """Yield times with Weibull gaps. Above a CV of 1 the tail is longer than gamma's."""
-    return _renewal(rate_per_s, "weibull", weibull_shape(cv), rng)
+    shape = weibull_shape(cv)
+    mean = math.gamma(1 + 1 / shape)
+    return _renewal(rate_per_s, lambda: rng.weibull(shape, CHUNK) / mean)
 
 
 def on_off(
@@ -82,14 +83,6 @@ def diurnal(
         start_s = float(times_s[-1])
 
 
-def unit_gaps(law: Law, shape: float, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Return gaps with mean 1, float64 [count]."""
-    if law == "gamma":
-        return rng.gamma(shape, 1 / shape, count)
-    gaps: np.ndarray = rng.weibull(shape, count) / math.gamma(1 + 1 / shape)
-    return gaps
-
-
 def weibull_shape(cv: float) -> float:
     """Return the shape k with CV^2 = Gamma(1 + 2/k) / Gamma(1 + 1/k)^2 - 1, by bisection (the CV
     falls as k rises)."""
@@ -110,13 +103,12 @@ def weibull_cv(shape: float) -> float:
     return math.sqrt(math.expm1(math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)))
 
 
-def _renewal(
-    rate_per_s: float, law: Law, shape: float, rng: np.random.Generator
-) -> Iterator[float]:
+def _renewal(rate_per_s: float, unit_gaps: Callable[[], np.ndarray]) -> Iterator[float]:
+    """Yield times with the gaps of `unit_gaps()`, whose mean is 1, at this rate."""
     require_positive("rate_per_s", rate_per_s)
     last_s = 0.0
     while True:
-        times_s = last_s + np.cumsum(unit_gaps(law, shape, rng, CHUNK) / rate_per_s)
+        times_s = last_s + np.cumsum(unit_gaps() / rate_per_s)
         yield from times_s.tolist()
         last_s = float(times_s[-1])
 

@@ -16,11 +16,13 @@ from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.steplog.step_log import FORMAT as STEP_LOG
+from cbatch.steplog.step_log import is_step_log
 from sim.workload.traces.changes import spread
 from sim.workload.traces.formats import BLOCK_TOKENS, FORMAT_NAMES, STAMP_UNITS
-from sim.workload.traces.reader import WINDOWS, Trace
+from sim.workload.traces.reader import Trace
 from sim.workload.traces.request import TraceRequest
-from sim.workload.traces.step_log import STEP_LOG, is_step_log, read_recording
+from sim.workload.traces.step_log import read_recording
 
 _reading = partial(knob, "reading")
 RATE_SCALE_KNOB = knob("load", "scale the trace's rate by X", "X")
@@ -61,7 +63,7 @@ class OpenedTrace:
     ) -> None:
         self.path = Path(path)
         self._spread_s, self._seed = args.spread, seed
-        known = (*FORMAT_NAMES, WINDOWS, STEP_LOG)
+        known = (*FORMAT_NAMES, STEP_LOG)
         if args.format not in (None, *known):
             raise FieldError("--format", f"{args.format!r} is unknown", f"use {', '.join(known)}")
         self._trace: Trace | None = None
@@ -81,7 +83,6 @@ class OpenedTrace:
                 format=args.format,
                 skip_empty=args.skip_empty,
                 in_order=in_order,
-                seed=seed,
                 block_tokens=args.block_tokens,
                 time_unit=args.time_unit,
                 on_cut=warn,
@@ -98,7 +99,7 @@ class OpenedTrace:
     @property
     def draws(self) -> bool:
         """True if reading the trace draws random numbers."""
-        return self._spread_s is not None or self.format == WINDOWS
+        return self._spread_s is not None
 
     @property
     def skipped(self) -> int:

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from sim.replay.host import Host, Work
 
 from bench.simulator import compare, real, workloads
 from bench.simulator import host as bench_host
 from bench.simulator.simulated import Probes, ReplayedRun, ServerOverhead, SimulatedReplicas
 from cbatch.demo import demo_paths
-from sim.replay.host import Host, Work
 from sim.replay.routers import ReplicaLoad
 from sim.workload.sources import OpenLoop
 from sim.workload.tokens import TracePrompts

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.request import MODEL, Request
+from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan, StepResult
 from sim.cost.base import CostModel
 from tests.checking.clock import VirtualClock
@@ -100,6 +102,19 @@ class SimExecutor:
         self._busy_until_s = self._clock()
         self._needs_reset = False
         self._expects_snapshot = True
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, **more: Any) -> Self:
+        """Return an executor with the sizes of a scheduler's configuration."""
+        return cls(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=config.vocab_size,
+            draft_context_tokens=config.draft_context_tokens,
+            drafter=config.default_chain,
+            **more,
+        )
 
     def check(self, request: Request) -> None:
         """Refuse nothing."""

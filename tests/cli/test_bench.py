@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.load.run.refusals import TRIAL_TOKENS
 
 from bench.load.run.drive import drive
-from bench.load.run.refusals import TRIAL_TOKENS
 from bench.load.run.selftest import make_plan, measure_client, stub_server
 from cbatch import LLM
 from cbatch.cli.main import main

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.load.run.options import LoadOptions
 from bench.load.cli.workload import Workload
-from bench.load.run.options import OfferedLoad
+from bench.load.run.options import LoadOptions, OfferedLoad
 from cbatch.cli.main import make_parser
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import fields_of, read_settings
@@ -43,7 +42,6 @@ OTHERS = {
     "--page": "of plots, or of runs",
     "--json": "the whole report, or the figures",
     "--timeout": "of a server's calls by default, or of a client's",
-    "--host": "an address, or a file of processors",
     "--output": "a file, or a length",
     "--api-key": "of clients that a server takes, or of the client",
     "--sweep": "over values, or over loads",

@@ -15,7 +15,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.update_from_output import CommittedStep
 from cbatch.engine.loop import StepLoop
 from sim.executor.acceptance import PositionAcceptance
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from tests.checking.clock import VirtualClock
 from tests.checking.cost import LinearCost
 from tests.helpers import World, make_config, make_request
@@ -28,7 +28,7 @@ ROWS = (1, 8, 32, 128)
 SCALES = (1.0, 4.0, 20.0)  # of the device's time: the host is slower, sometimes, never
 
 
-class HostAndDevice(ModelledExecutor):
+class HostAndDevice(FakeExecutor):
     """An executor that moves the clock by the longer of the host's time and the device's."""
 
     def __init__(self, clock: VirtualClock, rows: int, scale: float) -> None:

@@ -17,7 +17,7 @@ from cbatch.engine.prices.startup import can_profile, profile_costs, shapes_for
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.system.cache import cached_result
 from sim.executor.acceptance import PositionAcceptance
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from tests.checking.cost import LinearCost
 from tests.runtime.engines import RecordingExecutor, make_request, run_engine
 from tests.runtime.pairs import tiny_model
@@ -27,7 +27,7 @@ CONFIG = SchedulerConfig(
 )
 
 
-class Machine(ModelledExecutor):
+class Machine(FakeExecutor):
     """A step costs 5 ms, 0.1 ms a token, 0.05 ms a row and 1 us a context token. The drafter costs
     0.7 ms, 1 ms a pass and 0.02 ms a token."""
 

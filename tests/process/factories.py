@@ -135,16 +135,7 @@ class SimFactory(msgspec.Struct, frozen=True):
         return make_config(lookahead=self.lookahead, vocab_size=self.vocab_size, **sizes)
 
     def executor(self) -> SimExecutor:
-        config = self.config()
-        return SimExecutor(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            vocab_size=config.vocab_size,
-            draft_context_tokens=config.draft_context_tokens,
-            drafter=config.default_chain,
-            acceptance=ModelledAcceptance(0.7),
-        )
+        return SimExecutor.of(self.config(), acceptance=ModelledAcceptance(0.7))
 
     def __call__(self) -> EngineCore:
         if self.once is not None:

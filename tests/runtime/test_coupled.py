@@ -12,10 +12,10 @@ import torch
 from msgspec import structs
 
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
+from cbatch.runtime.sampling import noise
 from tests.runtime.engines import Run, run_engine
 from tests.runtime.pairs import tiny_model
 from tests.runtime.test_invariance import COUPLED, NOISE, plain, requests, run
-from triton_kernels.noise import host as noise
 
 SAMPLED = [f"r{i}" for i in range(7)]  # r7 is greedy
 
@@ -51,7 +51,7 @@ def test_noise_of_the_batch_row_is_noticed(monkeypatch):
 
 
 class _Streams:
-    """`triton_kernels.noise.host` with the original number of the coupled stream."""
+    """`cbatch.runtime.sampling.noise` with the original number of the coupled stream."""
 
     COUPLED = 4
 

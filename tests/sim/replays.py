@@ -8,7 +8,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from sim.cost.base import CostModel
 from sim.executor.acceptance import PositionAcceptance
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from tests.checking.cost import LinearCost
 
 
@@ -28,8 +28,8 @@ def speculating(k: int) -> dict[str, Any]:
     return {"lookahead": lookahead, "draft_context_tokens": 2000}
 
 
-def executor_for(config: SchedulerConfig, cost: CostModel | None = None) -> ModelledExecutor:
+def executor_for(config: SchedulerConfig, cost: CostModel | None = None) -> FakeExecutor:
     acceptance = PositionAcceptance([0.6], max_num_seqs=config.max_num_seqs)
-    return ModelledExecutor(
+    return FakeExecutor(
         max_num_seqs=config.max_num_seqs, cost=cost or LinearCost(), acceptance=acceptance
     )

@@ -21,7 +21,7 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.prices.calibrator import Calibrator, DesignedBatch, designed
 from cbatch.engine.prices.fit import fit_profile, nonnegative_least_squares
 from sim.cli.costs import read_calibration
-from sim.executor.modelled import ModelledExecutor
+from sim.executor.fake import FakeExecutor
 from tests.checking.clock import VirtualClock
 from tests.checking.executor import SimExecutor
 from tests.helpers import make_config, make_request, prefilling
@@ -146,15 +146,7 @@ def test_designed_batches_of_an_engine_that_is_known() -> None:
         lookahead="fixed:4", num_blocks=600, max_num_seqs=8, max_num_batched_tokens=200, eos_ids=()
     )
     clock = VirtualClock()
-    executor = SimExecutor(
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=config.vocab_size,
-        clock=clock,
-        draft_context_tokens=config.draft_context_tokens,
-        drafter=config.default_chain,
-    )
+    executor = SimExecutor.of(config, clock=clock)
     calibrator = Calibrator(executor, config, clock, pause=clock.advance)
     fitted, held_out = calibrator.fitted, calibrator.held_out
     assert DesignedBatch(8, 8) in fitted and not set(fitted) & set(held_out)
@@ -233,7 +225,7 @@ def test_host_time_passes_on_the_clock_and_not_in_results() -> None:
     """An engine's executor does not measure the loop around it, either."""
     config, cost = make_config(lookahead="off"), ProfiledCost(TRUE)
     scheduler = Scheduler(config)
-    executor = ModelledExecutor(max_num_seqs=config.max_num_seqs, cost=cost)
+    executor = FakeExecutor(max_num_seqs=config.max_num_seqs, cost=cost)
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=4), 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None

@@ -16,7 +16,7 @@ from cbatch.cli.main import main
 from cbatch.steplog.recorder import StepRecorder
 from tests.helpers import World, make_config, make_request
 
-MUTATIONS = 40
+MUTATIONS = 30
 VALUES: list[Any] = [0, -1, 1, 7, 10**9, 2**31, 2**62, 1.5, 1e300, -1e300, None, "x", [], {}, True]
 KINDS = ("lost", "doubled", "swapped", "cut", "bytes", "no field", *["value"] * 6)
 GIB = 2**30

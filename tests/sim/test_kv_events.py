@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from cbatch.kv_events.wire import encode_changes
@@ -19,14 +17,11 @@ from sim.workload.arrivals import poisson
 from sim.workload.generate import Conversations, converse
 from sim.workload.lengths import uniform
 from sim.workload.sources import OpenLoop
-from sim.workload.traces.changes import scale
-from sim.workload.traces.reader import Trace
 from sim.workload.traces.request import TraceRequest
 from tests.checking.follower import cached_prefixes
 from tests.kv_events.client import Subscriber
 from tests.sim.replays import config_for, executor_for, speculating
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 HOUR_S = 3600.0
 
 
@@ -101,42 +96,18 @@ def follow(
     return gateway
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_an_hour_is_followed(tmp_path: Path, drafts: int) -> None:
-    more = speculating(drafts) if drafts else {}
-    config = config_for(kv_events=True, **more)
+def test_an_hour_is_followed(tmp_path: Path) -> None:
+    config = config_for(kv_events=True, **speculating(3))
     gateway = follow(hour(), config, tmp_path, every_steps=50)
     assert gateway.num_looks > 60 and max(gateway.sizes) > 300
 
 
 def test_to_be_followed_moves_nothing() -> None:
-    """A followed replay has the same steps at the same times, fast-forwarded or not."""
+    """A followed replay has the same steps at the same times."""
     requests = hour(60)
-    for more in ({}, speculating(3)):
-        reports = []
-        for kv_events in (False, True):
-            config = config_for(kv_events=kv_events, num_blocks=150, **more)
-            report = replay(OpenLoop(requests), config, executor_for(config))
-            reports.append(to_json(report).replace(b'"kv_events": true', b'"kv_events": false'))
-        assert reports[0] == reports[1]
-
-
-@pytest.mark.shared_data
-def test_a_published_trace_is_followed(tmp_path: Path) -> None:
-    """The trace is Mooncake's, whose prefixes are those of its hashes, in blocks of 512 tokens. The
-    test uses its first 400 requests with a tenth of their outputs, at the rate that makes an hour
-    of them."""
-    if not SHARED.is_dir():
-        pytest.skip(f"{SHARED} is absent")
-    trace = list(Trace(SHARED / "traces/mooncake/synthetic_trace.jsonl"))[:400]
-    requests = scale(trace, rate=trace[-1].arrival_s / HOUR_S, output=0.1)
-    config = config_for(
-        kv_events=True,
-        num_blocks=1000,
-        block_size=512,
-        max_model_len=200_000,
-        max_num_batched_tokens=8192,
-        **speculating(3),
-    )
-    gateway = follow(requests, config, tmp_path, every_steps=80)
-    assert gateway.num_looks > 40
+    reports = [
+        to_json(replay(OpenLoop(requests), config, executor_for(config)))
+        for kv_events in (False, True)
+        for config in [config_for(kv_events=kv_events, num_blocks=150, **speculating(3))]
+    ]
+    assert reports[0] == reports[1]

@@ -19,17 +19,12 @@ from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Added, Committed, Event, Planned
-from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.steplog import step_log as steplog
-from cbatch.steplog.recorder import StepRecorder
-from cbatch.steplog.step_log import read_step_log
 from sim.cost.base import constant_cost
 from sim.replay.replay import replay
 from sim.replay.replica import Progress
 from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, to_json
-from sim.report.timeline import TimelineStep
 from sim.workload.arrivals import poisson
 from sim.workload.generate import Conversations, converse, generate
 from sim.workload.lengths import fixed, uniform
@@ -276,15 +271,6 @@ def test_goodput_counts_requests_that_keep_all_their_objectives() -> None:
     assert run(OpenLoop(requests)).goodput is None
 
 
-def test_closed_loop_keeps_its_concurrency() -> None:
-    report = run(
-        ClosedLoop(workload(), 4), config_for(num_blocks=4000, max_num_batched_tokens=2000)
-    )
-    assert report.requests == 120
-    assert report.mean_running == pytest.approx(4, rel=0.1)
-    assert report.queue_s.max < 0.1  # a slot is free; other prompts may be read first
-
-
 def test_sessions_find_their_history_in_the_prefix_cache() -> None:
     made = Conversations(turns=fixed(5), messages=fixed(20), outputs=fixed(40))
     requests = list(converse(lambda rng: poisson(5.0, rng), made, sessions=12, seed=2))
@@ -303,36 +289,6 @@ def test_sessions_find_their_history_in_the_prefix_cache() -> None:
     assert [r.index for r in records] != sorted(starts_s), "sessions ran side by side"
     none = run(OpenLoop(requests), config_for(num_blocks=4000, enable_prefix_caching=False))
     assert none.prefix_hit_tokens == 0
-
-
-class Steps:
-    """An observer that records the plans."""
-
-    def __init__(self) -> None:
-        self.plans: list[StepPlan] = []
-
-    def step(self, step: TimelineStep) -> None:
-        self.plans.append(step.plan)
-
-
-def test_its_step_log_gives_the_same_plans(tmp_path: Path) -> None:
-    """Write and read the log of the simulator's scheduler; a second scheduler that replays it makes
-    the same plans."""
-    steps = Steps()
-    lengths = {"messages": uniform(20, 60), "outputs": uniform(9, 60)}
-    made = Conversations(turns=fixed(4), think_s=0.01, **lengths)
-    requests = converse(lambda rng: poisson(200.0, rng), made, sessions=20, seed=2)
-    with StepRecorder(tmp_path / "log") as log:
-        config = config_for(num_blocks=60, **speculating(3))
-        report = run(OpenLoop(requests), config, log=log, observers=[steps])
-    assert report.preemptions and report.prefix_hit_tokens and report.speculation
-    again: list[StepPlan | None] = []
-    steplog.replay(read_step_log(tmp_path / "log").events, on_plan=again.append)
-    replayed = [plan for plan in again if plan is not None]
-    assert len(replayed) == len(steps.plans) == report.steps
-    for one, other in zip(steps.plans, replayed, strict=True):
-        for field in ("slots", "generations", "query_lens", "num_drafts", "catch_up"):
-            assert getattr(one, field).tolist() == getattr(other, field).tolist()
 
 
 def test_progress_is_reported() -> None:

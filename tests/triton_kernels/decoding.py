@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
     Verdict,
@@ -22,7 +23,6 @@ from cbatch.runtime.sampling.rejection_sampler import (
 )
 from tests.chi_square import chi_square_z
 from tests.triton_kernels.toy_models import ToyModels, exact_dists, joint_dist, survival
-from triton_kernels.noise import host as noise
 
 DEEPEST = 3  # drafts a step
 Z_BOUND = 5.0  # |z| beyond it by chance: 6 in 10 million tests; seeds are fixed

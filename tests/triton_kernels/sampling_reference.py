@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_kernels.noise import host as noise
+from cbatch.runtime.sampling import noise
 from triton_kernels.sampling.inputs import (
     COUPLED,
     GREEDY,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling import rejection_sampler as verify
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, rejection_verify
 from tests.triton_kernels.decoding import (
@@ -27,7 +28,6 @@ from tests.triton_kernels.decoding import (
     joint_z,
 )
 from tests.triton_kernels.toy_models import ShapedModels, ToyModels, chain_models
-from triton_kernels.noise import host as noise
 
 COUNT = 15_000
 CAUGHT = 2 * Z_BOUND

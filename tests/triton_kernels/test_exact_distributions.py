@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling import rejection_sampler as verify
 from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
@@ -29,7 +30,6 @@ from tests.triton_kernels.toy_models import (
     joint_dist,
     random_dists,
 )
-from triton_kernels.noise import host as noise
 
 VOCAB, LENGTH = 4, DEEPEST + 1
 KINDS = ["dense", "zeros", "equal", "disjoint", "one_hot", "certain", "shaped"]

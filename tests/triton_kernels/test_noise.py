@@ -1,4 +1,4 @@
-"""The torch noise equals the specification bit for bit."""
+"""The torch noise equals the specification bit for bit; the kernels have its constants."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import torch
 
 from cbatch.core.request import noise as spec
 from cbatch.core.request.noise import Purpose
-from triton_kernels.noise import host as noise
+from cbatch.runtime.sampling import noise
+from triton_kernels.noise import streams
 
 
 def test_constants_are_those_of_the_specification():
-    assert noise.LOG1P_COEFFICIENT_BITS == spec.LOG1P_COEFFICIENT_BITS
-    assert noise.LN2_BITS == spec.LN2_BITS
-    assert (noise.PHILOX_M0, noise.PHILOX_M1) == spec.PHILOX_M
-    assert (noise.PHILOX_W0, noise.PHILOX_W1) == spec.PHILOX_W
-    assert all(getattr(noise, purpose.name) == purpose for purpose in Purpose)
+    names = [
+        "LOG1P_COEFFICIENT_BITS",
+        "THREE_QUARTERS_BITS",
+        "SMALL_DRAW",
+        "PHILOX_ROUNDS",
+    ]
+    assert [getattr(streams, n) for n in names] == [getattr(spec, n) for n in names]
+    assert (streams.LN2, tuple(streams.COEFFICIENTS)) == noise.constants()
+    assert all(getattr(each, p.name) == p for p in Purpose for each in (noise, streams))
 
 
 def test_words_equal_bit_for_bit():

@@ -17,11 +17,11 @@ from cbatch.core.speculation import draft_allocation
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling.rejection_sampler import expected_accepted
 from tests.helpers import DraftedRows, RowsToPlan
 from tests.triton_kernels.decoding import DEEPEST, MODES, Z_BOUND, Decoder, Policy, Step, joint_z
 from tests.triton_kernels.toy_models import ShapedModels, ToyModels, chain_models, exact_dists
-from triton_kernels.noise import host as noise
 
 COUNT = 60_000
 CAUGHT = 2 * Z_BOUND

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cbatch.core.request import noise as specification
 from cbatch.core.request.noise import Purpose
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
     Verdict,
@@ -19,7 +20,6 @@ from cbatch.runtime.sampling.rejection_sampler import (
     rejection_verify,
 )
 from tests.triton_kernels.decoding import MODES
-from triton_kernels.noise import host as noise
 
 VOCAB = 37
 ALL = pytest.mark.parametrize("mode", list(MODES))

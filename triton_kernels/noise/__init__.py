@@ -1,1 +1,1 @@
-"""Counter-based noise with the same bits everywhere: `host` in torch, `device` in Triton."""
+"""Counter-based noise as device functions of Triton (`device`), and its constants (`streams`)."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import triton.language as tl
 
 from triton_kernels.build.jit import jit
-from triton_kernels.noise import host as noise
+from triton_kernels.noise import streams as noise
 
 ROUNDS = tl.constexpr(noise.PHILOX_ROUNDS)
 THREE_QUARTERS_BITS = tl.constexpr(noise.THREE_QUARTERS_BITS)
 SMALL_DRAW = tl.constexpr(noise.SMALL_DRAW)
-LN2 = tl.constexpr(noise.constants()[0])
-COEFFICIENTS = tl.constexpr(noise.constants()[1])
+LN2 = tl.constexpr(noise.LN2)
+COEFFICIENTS = tl.constexpr(tuple(noise.COEFFICIENTS))
 DEGREE = tl.constexpr(len(noise.LOG1P_COEFFICIENT_BITS) - 1)
 
 

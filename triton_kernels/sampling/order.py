@@ -14,7 +14,7 @@ import triton.language as tl
 
 from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
-from triton_kernels.noise import host as noise
+from triton_kernels.noise import streams as noise
 from triton_kernels.sampling import inputs
 
 GREEDY = tl.constexpr(inputs.GREEDY)

@@ -19,7 +19,7 @@ from triton_kernels.build.case import KernelCase
 from triton_kernels.build.check import check_fields, check_tensor
 from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
-from triton_kernels.noise import host as noise
+from triton_kernels.noise import streams as noise
 from triton_kernels.sampling import distributions as dist
 from triton_kernels.sampling import launch, order, scan
 from triton_kernels.sampling.inputs import VERIFY, Distributions, LogitsBatch, Proposals

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
-from triton_kernels.noise import host as noise
+from triton_kernels.noise import streams as noise
 from triton_kernels.sampling import distributions as dist
 from triton_kernels.sampling import launch, order, scan
 from triton_kernels.sampling.inputs import Proposals

@@ -14,7 +14,7 @@ from torch import Tensor
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
 from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, Device, aligned
-from triton_kernels.noise import host as noise
+from cbatch.runtime.sampling import noise
 from triton_kernels.sampling.inputs import (
     Distributions,
     DraftTokens,

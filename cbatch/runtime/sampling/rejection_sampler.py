@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import noise
 from triton_kernels.build.check import check_tensor
-from triton_kernels.noise import host as noise
 
 
 class NoiseRows(NamedTuple):

@@ -241,7 +241,7 @@ def _find(path: Path, line: int, fields: Any, format_name: str | None, *, is_jso
         line,
         "columns",
         f"{names[:200]!r} match no known format",
-        f"known are {', '.join(FORMAT_NAMES)}, and a folder of ServeGen windows",
+        f"known are {', '.join(FORMAT_NAMES)}",
     )
 
 

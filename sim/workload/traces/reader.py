@@ -15,15 +15,13 @@ import msgspec
 from sim.workload.traces import formats
 from sim.workload.traces.files import read_lines
 from sim.workload.traces.request import TraceError, TraceRequest
-from sim.workload.traces.windows import read_windows
 
-WINDOWS = "servegen"
 _LOOK_ROWS = 1000  # rows read to check the unit of timestamps
 _MAX_RATE_PER_S = 10.0  # a published trace in milliseconds has at most 7
 
 
 class Trace:
-    """The requests of a file (or of a folder of ServeGen windows), in order of arrival.
+    """The requests of a file, in order of arrival.
 
     Every iteration reads the file again, row by row, so memory does not grow with the trace.
     Exceptions: a vLLM bench result is read whole, and the ids of Bailian's conversations are kept.
@@ -37,29 +35,23 @@ class Trace:
         format: str | None = None,
         skip_empty: bool = False,
         in_order: bool = True,
-        seed: int = 0,
         block_tokens: int | None = None,
         time_unit: str | None = None,
         on_cut: Callable[[str], None] | None = None,
     ) -> None:
         """`skip_empty` leaves out requests without prompt or output (failed requests, in some
         traces) and counts them in `skipped`. `in_order=False` allows timestamps that go backwards.
-        `seed` is for ServeGen windows, which give distributions instead of requests. `block_tokens`
-        and `time_unit` (a key of `formats.UNITS_S`) default to the format's. With `on_cut`, which
-        gets a warning, a file may end in the middle of a row."""
+        `block_tokens` and `time_unit` (a key of `formats.UNITS_S`) default to the format's. With
+        `on_cut`, which gets a warning, a file may end in the middle of a row."""
         self.path = Path(path)
         self.skipped = 0
-        self._skip_empty, self._in_order, self._seed = skip_empty, in_order, seed
+        self._skip_empty, self._in_order = skip_empty, in_order
         self._format_name, self._on_cut = format, on_cut
         self.format = self._open()[0]
         self._block_tokens = block_tokens or formats.BLOCK_TOKENS.get(self.format, 1)
         self._unit_s = formats.UNITS_S[time_unit or formats.STAMP_UNITS.get(self.format, "s")]
 
     def _open(self) -> tuple[str, Iterator[formats.Raw]]:
-        if self.path.is_dir():
-            if self._format_name not in (None, WINDOWS):
-                raise TraceError(self.path, None, "--format", f"is {WINDOWS}", "leave it out")
-            return WINDOWS, read_windows(self.path, self._seed)
         return formats.parse_lines(self.path, read_lines(self.path), self._format_name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -78,8 +70,6 @@ class Trace:
         """Return whether an error is in the last line, and the file ends without a line end."""
         if error.field == "gzip":
             return isinstance(error.__cause__, EOFError)
-        if not self.path.is_file():
-            return False
         with self.path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read() != b"\n" and error.line == max(n for n, _ in read_lines(self.path))

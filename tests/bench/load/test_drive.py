@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bench.load.client.bodies import Bodies, BodySettings
+from bench.load.client.bodies import Bodies, BodySettings, PromptText
 from bench.load.client.call import TimedCall
-from bench.load.client.bodies import PromptText
 from bench.load.run import drive as driving
 from bench.load.run.measure import LoadRun, measure
 from sim.workload.traces.request import TraceRequest

@@ -12,13 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from bench.load.cli.workload import read_items
-from bench.load.client.http import Endpoint
 from bench.load.client.bodies import PromptCutter, PromptText
-from bench.load.run.measure import measure
-from bench.load.run.processes import split
-from bench.load.run.options import OfferedLoad
-from bench.load.run.scrape import Scrape, Watcher, difference, parse
+from bench.load.client.http import Endpoint
 from bench.load.run.drive import ClosedSessions, ramped
+from bench.load.run.measure import measure
+from bench.load.run.options import OfferedLoad
+from bench.load.run.processes import split
+from bench.load.run.scrape import Scrape, difference, parse
 from bench.load.run.sweep import Point, find_knee, is_flat, knee_of, throughputs
 from cbatch.core.request.errors import FieldError
 from sim.workload.arrivals import constant

@@ -13,10 +13,10 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from bench.gpu.recorded_logits import recorded_logits
+from cbatch.runtime.sampling import noise
 from tests.gpu_proofs.interpreted.accesses import Addresses
 from tests.triton_kernels.interpreter.batches import noise_of
 from tests.triton_kernels.interpreter.light import without_overflow_checks
-from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
     COUPLED,
     REJECTION,

@@ -90,17 +90,6 @@ def test_a_turn_read_after_the_answer_still_thinks() -> None:
     assert [take(slow).arrival_s for _ in range(3)] == [1, 3, 50.5]
 
 
-def test_a_turn_waits_for_all_before_it() -> None:
-    """Some requests of a session overlap, and a turn follows both."""
-    turns = [request(i, session="a") for i in range(2)]
-    source = OpenLoop([*turns, request(2, session="a", think_s=1.0)])
-    first, second = take(source), take(source)
-    source.ended(first, 3.0)
-    assert source.next_arrival_s() is None
-    source.ended(second, 8.0)
-    assert take(source).arrival_s == 9.0
-
-
 def test_closed_loop_keeps_a_number_of_requests_open() -> None:
     source = ClosedLoop((request(99.0, prompt=i) for i in range(1, 6)), 2, think_s=0.5)
     first, second = take(source), take(source)
@@ -185,16 +174,6 @@ def test_sessions_share_their_system_prompt_and_no_more() -> None:
         assert shared(prompts[i], prompts[j]) == (whole if n % 2 == m % 2 else 0)
     alone = prompts_of(conversations(system_prompt_tokens=0))
     assert all(shared(alone[i], alone[j]) == 0 for i, j in itertools.combinations(firsts, 2))
-
-
-def test_thinking_is_exponential_around_its_mean() -> None:
-    thoughts = [r.think_s for r in conversations(turns=fixed(200)) if r.think_s is not None]
-    count = len(thoughts)
-    assert count == 20 * 199
-    assert abs(np.mean(thoughts) / 2.0 - 1) < 5 / count**0.5  # once in 1.7 million seeds
-    assert abs(np.std(thoughts) / np.mean(thoughts) - 1) < 5 / count**0.5
-    with pytest.raises(FieldError, match="think_s"):
-        conversations(think_s=float("nan"))
 
 
 def test_prompts_share_what_their_names_share() -> None:

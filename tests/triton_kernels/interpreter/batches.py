@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cbatch.core.request.request import SamplingParams
+from cbatch.runtime.sampling import noise
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits, weights_of
-from triton_kernels.noise import host as noise
 from triton_kernels.sampling.inputs import (
     COUPLED,
     GREEDY,

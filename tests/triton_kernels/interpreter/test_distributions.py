@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbatch.runtime.sampling import noise
 from tests.triton_kernels.interpreter.batches import SMALL, kept_by, noise_of, random_batch
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits, weights_of
-from triton_kernels.noise import host as noise
 from triton_kernels.sampling import distributions, launch, order
 from triton_kernels.sampling.inputs import (
     COUPLED,

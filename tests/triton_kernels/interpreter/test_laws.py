@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, Verdict
 from tests.triton_kernels.decoding import (
     DEEPEST,
@@ -29,7 +30,6 @@ from tests.triton_kernels.decoding import (
 from tests.triton_kernels.interpreter.batches import SMALL
 from tests.triton_kernels.interpreter.conftest import INTERPRETED
 from tests.triton_kernels.toy_models import ToyModels, chain_models
-from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch
 from triton_kernels.sampling.inputs import (
     COUPLED,

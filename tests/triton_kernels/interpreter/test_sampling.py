@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling.filters import Filters, filtered_probs
 from cbatch.runtime.sampling.logits_processors import processors_of
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, draw
 from tests.triton_kernels.interpreter.batches import SMALL, RequestSpec, kept_by, random_batch
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits
 from triton_kernels.noise import device as noise_device
-from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, order, shape
 from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, Distributions, LogitsBatch
 from triton_kernels.sampling.launch import Tiling

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cbatch.runtime.sampling import noise
 from tests.triton_kernels.interpreter.batches import (
     SMALL,
     proposals_for,
@@ -23,7 +24,6 @@ from tests.triton_kernels.interpreter.batches import (
 from tests.triton_kernels.reference_of_logits import verify_reference
 from tests.triton_kernels.toy_models import ToyModels, exact_dists, joint_dist, random_dists
 from triton_kernels.noise import device as noise_device
-from triton_kernels.noise import host as noise
 from triton_kernels.sampling import launch, order
 from triton_kernels.sampling.inputs import (
     COUPLED,

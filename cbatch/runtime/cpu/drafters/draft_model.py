@@ -20,9 +20,9 @@ from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
+from cbatch.runtime.sampling import noise
 from cbatch.runtime.sampling.filters import filtered_probs
 from cbatch.runtime.sampling.rejection_sampler import draw
-from triton_kernels.noise import host as noise
 
 
 class DraftModel(ModelDrafter):

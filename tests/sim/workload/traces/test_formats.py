@@ -1,4 +1,4 @@
-"""Every format: it is detected and read, and bad input names file, line and field."""
+"""Every format is detected and read; bad input names file, line and field; a cut trace is used."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from sim.workload.traces.reader import Trace, sort_requests, write_requests
+from cbatch.cli.main import main
+from sim.workload.traces.reader import Trace, write_requests
 from sim.workload.traces.request import TraceError, TraceRequest
-
-SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -89,7 +88,10 @@ def request(arrival_s: float, prompt: int, output: int, **more: Any) -> TraceReq
 
 BLOCKS = {"hash_block_tokens": 512}
 EXPECTED = {
-    "azure": (AZURE, [request(0, 374, 44), request(4.314579, 396, 109)]),
+    "azure": (
+        f"\ufeff{AZURE}".replace("\n", "\r\n"),
+        [request(0, 374, 44), request(4.314579, 396, 109)],
+    ),
     "azure-2024": (AZURE_2024, [request(0, 10, 3), request(0.25, 20, 4)]),
     "mooncake": (
         MOONCAKE,
@@ -113,7 +115,6 @@ EXPECTED = {
     "servegen-requests": (SERVEGEN, [request(0, 10, 5), request(0.3, 20, 6)]),
     "vllm-run": (VLLM_RUN, [request(0, 8, 2), request(0.5, 9, 3)]),
     "vllm-bench": (json.dumps(BENCH), [request(0, 8, 3), request(0.5, 7, 2)]),
-    "vllm-bench, indented": (json.dumps(BENCH, indent=1), [request(0, 8, 3), request(0.5, 7, 2)]),
     "cbatch-requests": (
         LOG,
         [
@@ -143,11 +144,6 @@ def test_format_is_found_out_and_read(tmp_path: Path, name: str, zipped: bool) -
     assert list(trace) == expected, "a second reading starts again"
 
 
-def test_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
-    path = write(tmp_path, b"\xef\xbb\xbf" + AZURE.replace("\n", "\r\n").encode())
-    assert list(Trace(path)) == EXPECTED["azure"][1]
-
-
 BAD = {
     # name: (text, line or None, field, words)
     "no file": (None, None, "file", "cannot be read"),
@@ -158,29 +154,17 @@ BAD = {
     "unknown column": (VIDUR.replace("\n", ",x\n", 1), 1, "x", "unknown column"),
     "unknown field": (MOONCAKE.replace("}\n", ', "x": 1}\n'), 1, "x", "not a field"),
     "short row": (AZURE + "2023-11-16 18:15:51,1\n", 4, "columns", "2 cells under 3"),
-    "not JSON": (MOONCAKE + "{nonsense\n", 3, "line", "is not JSON"),
     "no object": (MOONCAKE + "[1]\n", 3, "line", "not a JSON object"),
     "NaN in a table": (VIDUR.replace("0.75", "nan"), 3, "arrived_at", "finite"),
-    "NaN in JSON": (MOONCAKE.replace("3000", "NaN"), 2, "line", "is not JSON"),
-    "infinity": (VIDUR.replace("0.75", "inf"), 3, "arrived_at", "finite"),
-    "negative stamp": (VIDUR.replace("0.5", "-0.5"), 2, "arrived_at", "negative"),
     "no time": (AZURE.replace("2023-11-16 18:15:50", "yesterday"), 3, "TIMESTAMP", "not a time"),
     "unsorted": (VIDUR + "0.6,1,1\n", 4, "arrival", "--sort"),
     "no output": (BURSTGPT + "50,ChatGPT,3,0,3,API log\n", 4, "output", "--skip-empty"),
-    "no prompt": (VIDUR + "1,0,3\n", 4, "prompt", "0 tokens"),
     "negative length": (VIDUR + "1,-4,3\n", 4, "num_prefill_tokens", "negative"),
-    "half a token": (VIDUR + "1,4.5,3\n", 4, "num_prefill_tokens", "not a whole number"),
-    "a word for a length": (VIDUR + "1,four,3\n", 4, "num_prefill_tokens", "not a number"),
-    "true for a length": (MOONCAKE.replace("600", "true"), 1, "input_length", "finite number"),
-    "nothing for a length": (VIDUR + "1,,3\n", 4, "num_prefill_tokens", "missing"),
     "a field short": (MOONCAKE + '{"timestamp": 9, "input_length": 1}', 3, "output_length", "miss"),
     "too few blocks": (MOONCAKE.replace("[0, 2, 3]", "[0]"), 2, "hash_ids", "names 1 blocks"),
-    "too many blocks": (MOONCAKE.replace("[0, 1]", "[0, 1, 4]"), 1, "hash_ids", "names 3 blocks"),
     "a block without a number": (MOONCAKE.replace("[0, 1]", '["a", 1]'), 1, "hash_ids", "list"),
     "10**18 tokens": (MOONCAKE.replace("600", str(10**18)), 1, "input_length", "more than"),
-    "10**18 tokens in a table": (VIDUR + f"1,4,{10**18}\n", 4, "num_decode_tokens", "more than"),
     "10**400 tokens": (MOONCAKE.replace("600", str(10**400)), 1, "input_length", "not a number"),
-    "10**400 tokens in a table": (VIDUR + f"1,{10**400},3\n", 4, "num_prefill_tokens", "finite"),
     "brackets within brackets": (MOONCAKE.replace("600", "[" * 10**5), 1, "line", "is not JSON"),
     "a delay of no session": (AIPERF.replace('"session_id": "b", ', ""), 3, "session", "missing"),
     "a delay first": (AIPERF.replace('"timestamp": 1000', '"delay": 1'), 2, "timestamp", "missing"),
@@ -196,12 +180,6 @@ BAD = {
     "think without session": (LOG.replace(', "session": "s"', ""), 3, "session", "missing"),
     "blocks without size": (LOG.replace('"hash_block_tokens": 16, ', ""), 2, "hash_block", "miss"),
     "bench without stamps": ('{"input_lens": [1], "output_lens": [1]}', 1, "start_t", "detailed"),
-    "bench of unequal columns": (
-        '{"input_lens": [1, 2], "output_lens": [1], "start_times": [1]}',
-        1,
-        "input_lens",
-        "longer",
-    ),
 }
 
 
@@ -221,13 +199,12 @@ def test_bad_input_names_file_line_and_field(tmp_path: Path, name: str) -> None:
     assert not error.line or f"line {error.line}" in str(error)
 
 
-@pytest.mark.parametrize("zipped", [False, True])
 def test_a_line_without_an_end_takes_no_memory(
-    tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sim.workload.traces.files.MAX_LINE_BYTES", 2**20)
     path = tmp_path / "zeros"
-    with gzip.open(path, "wb", 1) if zipped else path.open("wb") as file:
+    with gzip.open(path, "wb", 1) as file:
         file.write(MOONCAKE.encode())
         for _ in range(64):
             file.write(bytes(2**20))
@@ -242,11 +219,9 @@ def test_a_line_without_an_end_takes_no_memory(
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/full")):
+    for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/full"), tmp_path):
         with pytest.raises(TraceError, match="not a regular file"):
             Trace(path)
-    with pytest.raises(TraceError, match="ServeGen"):
-        Trace(tmp_path)
 
 
 @pytest.mark.parametrize(("size", "count"), [(16, 41), (256, 3), (300, 3), (655, 1), (700, 1)])
@@ -313,12 +288,6 @@ def test_failed_requests_are_left_out_and_counted(tmp_path: Path) -> None:
     assert trace.skipped == 2
 
 
-def test_unsorted_traces_can_be_sorted(tmp_path: Path) -> None:
-    path = write(tmp_path, "arrived_at,num_prefill_tokens,num_decode_tokens\n5,1,1\n2,2,2\n9,3,3\n")
-    ordered = sort_requests(Trace(path, in_order=False))
-    assert [(r.arrival_s, r.prompt_tokens) for r in ordered] == [(0, 2), (3, 1), (7, 3)]
-
-
 @pytest.mark.parametrize("name", ["log.jsonl", "log.jsonl.gz"])
 def test_what_is_written_is_read_again(tmp_path: Path, name: str) -> None:
     requests = list(Trace(write(tmp_path, LOG)))
@@ -344,20 +313,56 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
     assert peak_bytes < 1e5 < 5e5 < held_bytes
 
 
-@pytest.mark.shared_data
+ROWS = [{"timestamp": 40 * i, "input_length": 1000, "output_length": 20 + i} for i in range(9)]
+NINE_LINES = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+NINE_LINES += [f"2023-11-16 18:15:{10 + i}.5,{100 + i},{20 + i}" for i in range(9)]
+TABLE = "\n".join(NINE_LINES).encode() + b"\n"
+NINE = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+CUT = {
+    "JSON": (NINE[:-30], 9),
+    "JSON, at its last brace": (NINE[:-2], 9),
+    "TABLE": (TABLE[:-15], 10),
+    "gzip": (gzip.compress(NINE * 200)[:-40], None),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_is_whole_is_used(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, line = CUT[name]
+    path = tmp_path / f"{name[:3]}.trace"
+    path.write_bytes(content)
+    with pytest.raises(TraceError):
+        list(Trace(path, in_order=False))
+    words: list[str] = []
+    requests = list(Trace(path, in_order=False, on_cut=words.append))
+    assert len(requests) == 8 if line else len(requests) > 100
+    assert len(words) == 1 and f"{path} is cut short at line" in words[0]
+    assert line is None or f"line {line};" in words[0]
+    if line is not None:
+        assert main(["trace", "show", str(path)]) == 0
+        assert words[0] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("name", "format", "count", "tokens"),
+    "content",
     [
-        ("traces/azure2023/AzureLLMInferenceTrace_conv.csv", "azure", 19_366, 1_155),
-        ("traces/mooncake/synthetic_trace.jsonl", "mooncake", 3_993, 15_325),
-        ("traces/mooncake/arxiv_mooncake_trace_first1000.jsonl", "mooncake", 1_000, 9_792),
-        ("measured/vllm_runs/RTXPRO6000_Llama-3.1-8B/requests.jsonl", "vllm-run", 300, 857),
+        NINE.replace(b"1000", b"x", 1),  # a bad row that is not the last
+        NINE[:-30] + b"\n",  # a bad row with a line end
+        NINE[:30],  # no whole row
+        b"",
     ],
 )
-def test_published_traces(name: str, format: str, count: int, tokens: int) -> None:
-    if not SHARED.is_dir():
-        pytest.skip(f"{SHARED} is absent")
-    trace = Trace(SHARED / name)
-    lengths = [r.prompt_tokens for r in trace]
-    assert (trace.format, len(lengths)) == (format, count)
-    assert sum(lengths) / count == pytest.approx(tokens, abs=1)
+def test_other_damage_is_an_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError):
+        list(Trace(path, on_cut=lambda _: None))
+
+
+def test_a_file_without_a_last_line_end_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(NINE[:-1])
+    words: list[str] = []
+    assert len(list(Trace(path, on_cut=words.append))) == 9 and words == []

@@ -8,29 +8,23 @@ Each operation is a separate torch operation, so that nothing is fused.
 from __future__ import annotations
 
 import functools
-from typing import Final
 
 import torch
 from torch import Tensor
 
-# Streams; the same numbers as `cbatch.core.request.noise.Purpose`.
-DRAFT: Final = 0
-ACCEPT: Final = 1
-RESIDUAL: Final = 2
-BONUS: Final = 3
-COUPLED: Final = 4
+from cbatch.core.request.noise import (
+    LN2_BITS,
+    LOG1P_COEFFICIENT_BITS,
+    MASK32,
+    PHILOX_M,
+    PHILOX_ROUNDS,
+    PHILOX_W,
+    SMALL_DRAW,
+    THREE_QUARTERS_BITS,
+    Purpose,
+)
 
-PHILOX_M0, PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
-PHILOX_W0, PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
-PHILOX_ROUNDS = 10
-MASK32 = 0xFFFFFFFF
-THREE_QUARTERS_BITS = 0x3F400000
-SMALL_DRAW = 1 << 30
-LN2_BITS = 0x3F317218
-LOG1P_COEFFICIENT_BITS = (
-    0x3F800000, 0xBF000000, 0x3EAAAAE3, 0xBE800019, 0x3E4CB0A4,
-    0xBE2A73FB, 0x3E146A90, 0xBE070E71, 0x3DD5E1C4, 0xBD36AE97,
-)  # fmt: skip
+DRAFT, ACCEPT, RESIDUAL, BONUS, COUPLED = map(int, Purpose)
 
 
 @functools.cache
@@ -46,8 +40,8 @@ def philox4x32(even: Tensor, odd: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]
     c2), `odd` (c1, c3), `keys` the two key words, each [2, ...]. Return `even` and `odd`."""
     device = even.device
     lanes_first = (2, *(1,) * (even.dim() - 1))
-    multiplier = torch.tensor((PHILOX_M0, PHILOX_M1), device=device).view(lanes_first)
-    weyl = torch.tensor((PHILOX_W0, PHILOX_W1), device=device).view(1, *lanes_first)
+    multiplier = torch.tensor(PHILOX_M, device=device).view(lanes_first)
+    weyl = torch.tensor(PHILOX_W, device=device).view(1, *lanes_first)
     rounds = torch.arange(PHILOX_ROUNDS, device=device).view(-1, *(1,) * even.dim())
     round_keys = (keys + rounds * weyl) & MASK32
     for round_key in round_keys.unbind():

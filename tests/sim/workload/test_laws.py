@@ -1,6 +1,6 @@
-"""Rates, CVs and laws of the arrival processes, with a broken variant of each that is caught.
+"""Laws of arrivals and lengths by name, with broken variants that are noticed.
 
-Unless said otherwise a check compares a statistic of n = 40,000 arrivals with its expectation and
+Unless said otherwise a check compares a statistic of n arrivals or lengths with its expectation and
 fails beyond 5 standard errors: a right process fails once in 1.7 million seeds.
 """
 
@@ -9,11 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from sim.workload import arrivals
+from cbatch.core.request.errors import FieldError
+from sim.workload import arrivals, lengths
+from sim.workload.distributions import is_drawn, parse_arrivals, parse_lengths
+from sim.workload.traces.reader import write_requests
+from sim.workload.traces.request import TraceRequest
+from tests.chi_square import chi_square_z
 
 COUNT = 40_000
 RATE = 6.45
@@ -153,3 +161,118 @@ def test_diurnal_follows_its_sine() -> None:
     assert is_diurnal(lambda rng: arrivals.diurnal(RATE, SWING, PERIOD_S, rng))
     assert not is_diurnal(lambda rng: arrivals.poisson(RATE, rng)), "nothing but the mean"
     assert not is_diurnal(lambda rng: arrivals.poisson(RATE * (1 + SWING), rng)), "not thinned"
+
+
+DRAWS = 20_000
+UNIFORM = np.array([0] * 5 + [1] * 11) / 11
+ZIPF = np.concatenate([[0, 0], np.arange(2.0, 51) ** -1.1])
+EMPIRICAL = np.array([0, 0, 0.75, 0, 0, 0, 0.25])
+
+
+def draw(law: lengths.Lengths) -> np.ndarray:
+    drawn = law(np.random.default_rng(7), DRAWS)
+    assert drawn.dtype == np.int64 and drawn.min() >= 1
+    assert drawn.tolist() == law(np.random.default_rng(7), DRAWS).tolist()
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("law", "shares", "right"),
+    [
+        (lengths.uniform(5, 15), UNIFORM, True),
+        (lengths.uniform(5, 14), UNIFORM, False),
+        (lengths.zipf(1.1, 2, 50), ZIPF / ZIPF.sum(), True),
+        (lengths.zipf(1.0, 2, 50), ZIPF / ZIPF.sum(), False),
+        (lengths.empirical([2, 6, 2, 2]), EMPIRICAL, True),
+        (lengths.empirical([2, 6]), EMPIRICAL, False),
+        (lengths.fixed(3), np.array([0, 0, 0, 1.0]), True),
+    ],
+)
+def test_a_law_has_its_shares_and_another_has_not(
+    law: lengths.Lengths, shares: np.ndarray, right: bool
+) -> None:
+    """`shares[i]` is the chance of length i."""
+    counts = np.bincount(draw(law), minlength=len(shares))
+    fits = len(counts) == len(shares) and chi_square_z(counts, shares) < 5
+    assert fits == right
+
+
+@pytest.mark.parametrize(
+    ("mean", "cv", "wrong"),
+    [
+        (800, 0.7, None),
+        (800 * math.sqrt(1 + 0.7**2), 0.7, "mean"),  # the median in place of the mean
+        (800, math.sqrt(math.expm1(0.7**2)), "CV"),  # the CV in place of the sigma of the logarithm
+    ],
+)
+def test_lognormal_mean_and_cv(mean: float, cv: float, wrong: str | None) -> None:
+    """The mean is 800 and the CV 0.7. Kurtosis of a lognormal: w^4 + 2 w^3 + 3 w^2 - 3 with w = 1 +
+    CV^2; skewness CV (w + 2)."""
+    drawn, w = draw(lengths.lognormal(mean, cv)), 1 + 0.7**2
+    mean_fits = abs(drawn.mean() - 800) < 5 * 800 * 0.7 / math.sqrt(DRAWS) + 0.01
+    kurtosis, skew = w**4 + 2 * w**3 + 3 * w**2 - 3, 0.7 * (w + 2)
+    error = 0.7 * math.sqrt(((kurtosis - 1) / 4 + w - 1 - 0.7 * skew) / DRAWS)
+    cv_fits = abs(drawn.std() / drawn.mean() - 0.7) < 5 * error
+    assert (bool(mean_fits), bool(cv_fits)) == (wrong != "mean", wrong != "CV")
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.mark.parametrize(
+    ("text", "process"),
+    [
+        ("constant:4", arrivals.constant(4.0)),
+        ("poisson:0.5", arrivals.poisson(0.5, rng())),
+        ("gamma:5,2", arrivals.gamma(5.0, 2.0, rng())),
+        ("weibull:5,0.5", arrivals.weibull(5.0, 0.5, rng())),
+        ("onoff:5,3,9", arrivals.on_off(5.0, 3.0, 9.0, rng())),
+        ("diurnal:5,0.5,60", arrivals.diurnal(5.0, 0.5, 60.0, rng())),
+    ],
+)
+def test_arrivals_by_name(text: str, process: Iterator[float]) -> None:
+    process_by_name = parse_arrivals("--arrivals", text)(rng())
+    assert list(islice(process_by_name, 50)) == list(islice(process, 50))
+    assert is_drawn(text) == (not text.startswith("constant"))
+
+
+def test_lengths_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    requests = (
+        TraceRequest(arrival_s=float(i), prompt_tokens=10 + i, output_tokens=100 + i)
+        for i in range(3)
+    )
+    write_requests(path, requests)
+    for column, least in (("prompt_tokens", 10), ("output_tokens", 100)):
+        sampled = parse_lengths("--prompt", f"empirical:{path}", column)(rng(), 200)
+        assert set(sampled.tolist()) == {least, least + 1, least + 2}
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "words"),
+    [
+        (parse_arrivals, "poison:5", "is not known; write one of constant:RATE, poisson:RATE"),
+        (parse_arrivals, "poisson", "is not known"),
+        (parse_arrivals, "gamma:5", "is not known"),
+        (parse_arrivals, "poisson:nan", "RATE nan is not allowed"),
+        (parse_arrivals, "gamma:5,0", "cv 0.0 is not allowed"),
+        (parse_arrivals, "gamma:1,1e300", "CV 1e+300 is not allowed"),
+        (parse_arrivals, "onoff:1000,1e9,1", "on_s makes more than 1e7 requests"),
+        (parse_arrivals, "weibull:1,1e9", "cv 1000000000.0 is not allowed"),
+        (parse_arrivals, "diurnal:5,2,60", "swing 2.0 is not allowed"),
+        (parse_lengths, "fixed:0", "tokens 0 is not allowed"),
+        (parse_lengths, "fixed:1.5", "TOKENS is not a whole number"),
+        (parse_lengths, "uniform:5,2", "high 2 is below low"),
+        (parse_lengths, "zipf:-1,1,2", "exponent -1.0 is not allowed"),
+        (parse_lengths, "lognormal:9,1,inf", "MOST inf is not allowed"),
+        (parse_lengths, "empirical:", "is not known; write one of N, fixed:TOKENS"),
+        (parse_lengths, "empirical:/no/such/trace", "/no/such/trace: file: cannot be read"),
+    ],
+)
+def test_bad_laws_name_their_option(parse: Any, text: str, words: str) -> None:
+    more = ("prompt_tokens",) if parse is parse_lengths else ()
+    with pytest.raises(FieldError) as caught:
+        parse("--law", text, *more)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("--law: ") or "/no/such" in text

@@ -1,4 +1,4 @@
-"""Tables of kernel times: interpolation by hand, reading profiles, and the predicted run."""
+"""Layer profiles: interpolation by hand, reading profiles, and the predicted run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from bench.simulator import against_vllm as simulator_vllm
 from cbatch.core.prices.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
-from sim.cost.layer_profiles import LayerProfile
-from sim.cost.tables import Grid, Lines
+from sim.cost.layer_profiles import Grid, LayerProfile
 from tests.helpers import decoding, prefilling
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "measured"
@@ -80,16 +79,11 @@ def in_one_step(chunk: StepWork, decodes: StepWork) -> StepWork:
     return msgspec.structs.replace(decodes, **summed)
 
 
-def test_curves_and_lines_run_straight_between_points_and_on_beyond() -> None:
+def test_curves_run_straight_between_points_and_on_beyond() -> None:
     curve = Curve([8, 1, 4], [16.0, 2.0, 4.0])
     assert [curve(n) for n in (0, 1, 2, 4, 6, 8, 10)] == pytest.approx([2, 2, 8 / 3, 4, 10, 16, 22])
     total = Curve.total([(2, curve), (1, Curve([1, 5], [1.0, 5.0]))])
     assert total.max_count == 5 and total(3) == pytest.approx(2 * (10 / 3) + 3)
-    # Some lines were measured to a shorter end than others.
-    lines = Lines({(1, 10): 1.0, (1, 100): 10.0, (2, 10): 2.0, (2, 20): 4.0})
-    at = [(1, 55), (2, 15), (1.5, 15), (2, 100), (1.5, 100), (3, 10), (1, 0)]
-    assert [lines(*point) for point in at] == pytest.approx([5.5, 3, 2.25, 20, 15, 3, 0])
-    assert Lines.of({(1, 10): 1.0, (2, 10): 2.0}) is None and Lines.of(None) is None
 
 
 def test_grids_are_exact_for_multilinear_functions() -> None:
@@ -141,11 +135,6 @@ def test_uneven_contexts_cost_what_the_skew_says(folder: Path) -> None:
         mean_us, most_us = (attention_us(0, 0, 4, c) for c in (sum(contexts) / 4, max(contexts)))
         expected_s = step_s(4, 4, mean_us + share * (most_us - mean_us))
         assert cost.step_s(uneven(*contexts))[1] == pytest.approx(expected_s)
-
-
-def test_drafts_have_no_price(folder: Path) -> None:
-    with pytest.raises(FieldError, match="--cost-table"):
-        LayerProfile(folder, layers=1).step_s(StepWork(rows=1, draft_depth=1))
 
 
 def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
@@ -207,12 +196,3 @@ def test_a_real_vllm_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors(6000)["ttft_ms"] > 0.5
     monkeypatch.setattr(sim.cost.layer_profiles.Skew, "share", lambda *_: 0.0)
     assert abs(errors()["tpot_ms"]) > bounds["tpot_ms"]
-
-
-def test_comparison_by_hand() -> None:
-    real = {name: np.array([1.0, 3.0]) for name in simulator_vllm.BOUNDS}
-    simulated = {name: values * 1.025 for name, values in real.items()}
-    rows = {(r["measure"], r["cut"]): r for r in simulator_vllm.compare(real, simulated)}
-    assert rows["ttft_ms", "mean"]["vllm"] == 2000 and rows["ttft_ms", "mean"]["error"] == 0.025
-    within = [rows[f"{m}_ms", "mean"]["within"] for m in ("ttft", "tpot", "e2e")]
-    assert within == [True, False, True] and rows["tpot_ms", "p99"]["within"] is None

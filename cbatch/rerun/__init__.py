@@ -1,0 +1,1 @@
+"""Reruns of drafters over recorded texts, and prices of recorded steps. Imports `engine`."""
