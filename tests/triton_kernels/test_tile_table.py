@@ -21,7 +21,7 @@ def test_every_entry_can_be_launched() -> None:
         assert not tile.descriptors or (
             key.page_tokens % tile.keys == 0 and key.arch in ("sm_90", "sm_100")
         )
-        assert tile.most_registers * 32 * tile.num_warps * tile.programs <= 65536
+        assert tile.max_registers * 32 * tile.num_warps * tile.programs <= 65536
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])

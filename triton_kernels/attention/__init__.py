@@ -15,7 +15,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_kernels.attention.cases import cases
 from triton_kernels.attention.kernel import attention_kernel
 from triton_kernels.attention.reference import attention_reference
 from triton_kernels.attention.table import arch_of, resident_programs, tile_for
@@ -40,7 +39,6 @@ __all__ = [
     "attention_reference",
     "balanced_partials",
     "block_tokens",
-    "cases",
     "plan",
     "resident_programs",
     "tile_for",
@@ -99,7 +97,7 @@ def attention(
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         **launch_options(early),
         # Without a register limit NVIDIA's assembler aims at a higher occupancy, and spills.
-        **({} if torch.version.hip else {"maxnreg": tile.most_registers}),
+        **({} if torch.version.hip else {"maxnreg": tile.max_registers}),
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class Tile(NamedTuple):
     descriptors: bool = False  # load K and V by TMA; page_tokens must be a multiple of keys
 
     @property
-    def most_registers(self) -> int:
+    def max_registers(self) -> int:
         """Registers per thread with `programs` programs on an NVIDIA multiprocessor. It has 65536,
         allocated in units of eight."""
         return min(65536 // (32 * self.num_warps * self.programs) // 8 * 8, 255)
