@@ -14,7 +14,7 @@ from bench.gpu import engine
 from bench.gpu.environment import Bench, RunMode, find_mode
 from cbatch.runtime.gpu import device_steps
 from tests.triton_kernels.interpreter import light
-from tests.triton_kernels.interpreter.twins import ReplayingDevice
+from tests.gpu_proofs.interpreted.twins import ReplayingDevice
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cbatch.runtime.gpu import decoder, heads, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from tests.gpu_proofs.interpreted.stream import Stream, as_queued
-from tests.triton_kernels.interpreter.light import use_reference_verdicts, use_references
+from tests.gpu_proofs.interpreted.light import use_reference_verdicts, use_references
 from triton_kernels.verification.kernel import VerifyOutput
 
 

@@ -21,8 +21,8 @@ from tests.gpu_proofs.interpreted.references import use_queued_references
 from tests.gpu_proofs.interpreted.stream import DeviceFault, HostReads, Stream, substituted
 from tests.runtime.engines import make_request
 from tests.triton_kernels.interpreter import twins
-from tests.triton_kernels.interpreter.light import without_overflow_checks
-from tests.triton_kernels.interpreter.test_gpu_executor import (
+from tests.gpu_proofs.interpreted.light import without_overflow_checks
+from tests.gpu_proofs.interpreted.test_executor import (
     happened,
     poisoned,
     prompts,
@@ -34,7 +34,7 @@ from tests.triton_kernels.interpreter.test_host_drafts import (
     run_chains,
     run_structured,
 )
-from tests.triton_kernels.interpreter.twins import (
+from tests.gpu_proofs.interpreted.twins import (
     CPU,
     Differs,
     Pair,

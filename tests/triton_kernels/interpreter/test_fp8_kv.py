@@ -12,13 +12,13 @@ from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.kv_cache import KVCache
 from tests.runtime.engines import make_request
 from tests.runtime.pairs import NoisyWeights, tiny_config
-from tests.triton_kernels.interpreter.light import (
+from tests.gpu_proofs.interpreted.light import (
     use_reference_verdicts,
     use_references,
     without_overflow_checks,
 )
 from tests.triton_kernels.interpreter.test_host_drafts import LateTwins
-from tests.triton_kernels.interpreter.twins import Pair, run_twins
+from tests.gpu_proofs.interpreted.twins import Pair, run_twins
 
 FP8 = torch.float8_e4m3fn
 SCALES = [(0.5, 0.25), (1.0, 2.0)]

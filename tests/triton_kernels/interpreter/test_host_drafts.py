@@ -19,13 +19,13 @@ from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.text import TextTokenizer
 from tests.runtime.engines import make_request
 from tests.text.toy_tokenizers import printable
-from tests.triton_kernels.interpreter.light import (
+from tests.gpu_proofs.interpreted.light import (
     use_reference_verdicts,
     use_references,
     without_overflow_checks,
 )
-from tests.triton_kernels.interpreter.test_gpu_executor import happened
-from tests.triton_kernels.interpreter.twins import Differs, Pair, Twins, run_twins
+from tests.gpu_proofs.interpreted.test_executor import happened
+from tests.gpu_proofs.interpreted.twins import Differs, Pair, Twins, run_twins
 from triton_kernels.sampling.mask import mask_logits, mask_reference, words_of
 from triton_kernels.slots import guesses as guesses_module
 

@@ -18,7 +18,7 @@ from cbatch.runtime.model.head_weights import HeadWeights
 from tests.runtime import made_heads
 from tests.runtime.engines import run_engine
 from tests.runtime.pairs import VOCAB, NoisyWeights
-from tests.triton_kernels.interpreter.twins import Pair
+from tests.gpu_proofs.interpreted.twins import Pair
 
 
 class HeadPair:

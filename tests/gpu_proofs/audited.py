@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.gpu_proofs.interpreted.audit import Audit
-from tests.triton_kernels.interpreter.light import without_overflow_checks
+from tests.gpu_proofs.interpreted.light import without_overflow_checks
 
 _seen: Counter[str] = Counter()
 _kernels: set[str] = set()

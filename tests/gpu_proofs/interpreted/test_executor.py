@@ -21,12 +21,12 @@ from cbatch.runtime.gpu.draft_pass import DraftPasses
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.slots import HostSlots
 from tests.runtime.engines import make_request
-from tests.triton_kernels.interpreter.light import (
+from tests.gpu_proofs.interpreted.light import (
     use_reference_verdicts,
     use_references,
     without_overflow_checks,
 )
-from tests.triton_kernels.interpreter.twins import Differs, Pair, run_twins
+from tests.gpu_proofs.interpreted.twins import Differs, Pair, run_twins
 from triton_kernels.attention import Tile
 from triton_kernels.sampling.inputs import COUPLED, REJECTION, LogitsBatch
 
