@@ -1,5 +1,7 @@
 """Audit every launch in the interpreter for faults on a GPU. The interpreter runs programs one
-after the other, a GPU at once and in any order.
+after the other, a GPU at once and in any order. By hand:
+
+    TRITON_INTERPRET=1 python -m pytest -p tests.gpu_proofs.audit tests/triton_kernels/interpreter
 
 A launch runs three times from the same memory: in order, reversed and shuffled, and must leave the
 same bits. In the first run every address is checked:
@@ -12,11 +14,12 @@ same bits. In the first run every address is checked:
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,9 +30,165 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-from tests.gpu_proofs.interpreted.accesses import Accesses, Addresses
+Program = tuple[int, int, int]
+LOAD, STORE, ATOMIC = range(3)
 
-Place = tuple[int, int, int]
+
+class Addresses(NamedTuple):
+    """The addresses of the unmasked lanes of one access."""
+
+    at: np.ndarray  # uint64 [n]
+    width: int  # bytes of an element
+
+    @classmethod
+    def of(cls, ptrs: Any, mask: Any) -> Addresses:
+        at = np.asarray(ptrs.data, dtype=np.uint64)
+        lanes = np.broadcast_to(np.asarray(mask.data).astype(np.bool_), at.shape)
+        return cls(at[lanes], max(ptrs.get_element_ty().primitive_bitwidth // 8, 1))
+
+
+class _Access(NamedTuple):
+    program: Program
+    kind: int
+    time: int
+    barriers: int  # passed by its program
+    at: np.ndarray  # unique
+
+
+class Accesses:
+    """Accesses of a launch. `spans` [n, 2]: the memory passed to it, sorted. `uninitialised`:
+    memory that was allocated and not filled, with a flag for every byte written since."""
+
+    def __init__(
+        self, spans: np.ndarray, uninitialised: dict[int, tuple[Tensor, np.ndarray]]
+    ) -> None:
+        self.program: Program = (0, 0, 0)
+        self._begins, self._ends = _merged(spans)
+        self._uninitialised = uninitialised
+        self._log: list[_Access] = []
+        self._barriers: Counter[Program] = Counter()
+        # By program: the times of others that it has seen.
+        self._seen: dict[Program, dict[Program, int]] = {}
+        self._released: dict[int, dict[Program, int]] = {}  # by address of an atomic
+        self._history: dict[Program, list[tuple[int, dict[Program, int]]]] = {}
+        self._fault_counts: Counter[str] = Counter()
+
+    def load(self, addresses: Addresses) -> None:
+        self._check_bounds(addresses, "read")
+        for begin, (tensor, written) in self._uninitialised.items():
+            size = tensor.untyped_storage().nbytes()
+            mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
+            if len(mine) and not written[(mine - np.uint64(begin)).astype(np.int64)].all():
+                self._fault_counts["reads memory that was never written"] += 1
+        self._log_access(LOAD, addresses.at)
+
+    def store(self, addresses: Addresses) -> None:
+        self._check_bounds(addresses, "written")
+        for begin, (tensor, written) in self._uninitialised.items():
+            size = tensor.untyped_storage().nbytes()
+            mine = addresses.at[(addresses.at >= begin) & (addresses.at < begin + size)]
+            for byte in range(addresses.width):
+                written[(mine - np.uint64(begin)).astype(np.int64) + byte] = True
+        self._log_access(STORE, addresses.at)
+
+    def atomic(self, addresses: Addresses, orders: bool) -> None:
+        """Record an atomic. With `orders` it releases what its program did, and acquires what
+        others released here."""
+        self._check_bounds(addresses, "updated")
+        self._log_access(ATOMIC, addresses.at)
+        if not orders:
+            return
+        time, seen = len(self._log), self._seen.setdefault(self.program, {})
+        for at in addresses.at.tolist():
+            times = self._released.setdefault(at, {})
+            _update_times(seen, times)
+            _update_times(times, seen)
+            times[self.program] = time
+        self._history.setdefault(self.program, []).append((time, dict(seen)))
+
+    def barrier(self) -> None:
+        self._barriers[self.program] += 1
+
+    def faults(self) -> list[str]:
+        self._find_races()
+        return [f"{fault} ({count} times)" for fault, count in self._fault_counts.items()]
+
+    def _check_bounds(self, addresses: Addresses, how: str) -> None:
+        at = addresses.at
+        place = np.searchsorted(self._begins, at, side="right").astype(np.int64) - 1
+        outside = (place < 0) | (at + np.uint64(addresses.width) > self._ends[place.clip(0)])
+        if outside.any():
+            self._fault_counts[f"memory outside of what was passed is {how}"] += int(outside.sum())
+
+    def _log_access(self, kind: int, at: np.ndarray) -> None:
+        if len(at):
+            done = self._barriers[self.program]
+            self._log.append(_Access(self.program, kind, len(self._log), done, np.unique(at)))
+
+    def _find_races(self) -> None:
+        """Return accesses to one address, one of them a store, without an order."""
+        if not any(access.kind != LOAD for access in self._log):
+            return
+        at = np.concatenate([access.at for access in self._log])
+        by = np.repeat(np.arange(len(self._log)), [len(access.at) for access in self._log])
+        written = np.unique(
+            np.concatenate([access.at for access in self._log if access.kind != LOAD])
+        )
+        kept = np.isin(at, written)
+        at, by = at[kept], by[kept]
+        order = np.lexsort((by, at))
+        groups = np.split(by[order], np.flatnonzero(np.diff(at[order])) + 1)
+        for group in {tuple(group.tolist()) for group in groups if len(group) > 1}:
+            for earlier, later in itertools.combinations(group, 2):
+                self._compare(self._log[earlier], self._log[later])
+
+    def _compare(self, a: _Access, b: _Access) -> None:
+        """Compare two accesses; `a` came before `b` in the interpreter."""
+        kinds = {a.kind, b.kind}
+        if kinds in ({LOAD}, {ATOMIC}):
+            return
+        if a.program == b.program:
+            if (a.kind, b.kind) == (STORE, LOAD) and a.barriers == b.barriers:
+                self._fault_counts["a program reads what it stored, without a barrier"] += 1
+            return
+        if self._has_seen(b.program, b.time, a):
+            return
+        what = "writes what another writes" if LOAD not in kinds else "reads what another writes"
+        self._fault_counts[f"a program {what}"] += 1
+
+    def _has_seen(self, program: Program, time: int, access: _Access) -> bool:
+        for when, seen in reversed(self._history.get(program, [])):
+            if when <= time:
+                return seen.get(access.program, -1) > access.time
+        return False
+
+
+def _merged(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Join spans that touch or overlap; return beginnings and ends."""
+    begins, ends = [], []
+    for begin, end in spans.tolist():
+        if ends and begin <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            begins.append(begin)
+            ends.append(end)
+    return np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
+
+
+def _update_times(into: dict[Program, int], more: dict[Program, int]) -> None:
+    for program, time in more.items():
+        into[program] = max(time, into.get(program, -1))
+
+
+# Operations of the interpreter's builder, which is their first argument.
+_NOTES: dict[str, Callable[[Accesses, Any], None]] = {
+    "create_masked_load": lambda log, args: log.load(Addresses.of(args[1], args[2])),
+    "create_masked_store": lambda log, args: log.store(Addresses.of(args[1], args[3])),
+    "create_atomic_rmw": lambda log, args: log.atomic(
+        Addresses.of(args[2], args[4]), "ACQUIRE_RELEASE" in str(args[5]).upper()
+    ),
+    "create_barrier": lambda log, args: log.barrier(),
+}
 
 
 class UnsoundLaunch(BaseException):
@@ -42,12 +201,10 @@ class Audit(TorchDispatchMode):
     def __init__(self, orders: Sequence[str] = ("reversed", "shuffled")) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
-        self.programs = 0
-        self.loads = self.stores = 0
         self._orders = orders
         self._random = random.Random(1)
-        self._order: list[Place] = []
-        self._shape: Place = (1, 1, 1)
+        self._order: list[Program] = []
+        self._shape: Program = (1, 1, 1)
         self._accesses: Accesses | None = None
         self._uninitialised: dict[int, tuple[Tensor, np.ndarray]] = {}  # by address: bytes written
         self._run_order = "forward"
@@ -60,10 +217,8 @@ class Audit(TorchDispatchMode):
             patch.setattr(GridExecutor, "__call__", self._launch(GridExecutor.__call__))
             patch.setattr(builder, "set_grid_dim", self._set_dim(builder.set_grid_dim))
             patch.setattr(builder, "set_grid_idx", self._set_idx(builder.set_grid_idx))
-            patch.setattr(builder, "create_masked_load", self._load(builder.create_masked_load))
-            patch.setattr(builder, "create_masked_store", self._store(builder.create_masked_store))
-            patch.setattr(builder, "create_atomic_rmw", self._atomic(builder.create_atomic_rmw))
-            patch.setattr(builder, "create_barrier", self._barrier(builder.create_barrier))
+            for name, note in _NOTES.items():
+                patch.setattr(builder, name, self._noting(getattr(builder, name), note))
             yield self
 
     # -- programs in another order
@@ -86,7 +241,6 @@ class Audit(TorchDispatchMode):
             place = self._order[(x * ny + y) * nz + z]
             if self._accesses is not None:
                 self._accesses.program = place
-                self.programs += 1
             real(builder, *place)
 
         return set_grid_idx
@@ -113,7 +267,6 @@ class Audit(TorchDispatchMode):
         self._run_order, self._accesses = "forward", Accesses(_spans(tensors), uninitialised)
         launch()
         accesses, self._accesses = self._accesses, None
-        self.loads, self.stores = self.loads + accesses.loads, self.stores + accesses.stores
         faults = accesses.faults()
         if faults:
             return "; ".join(faults)
@@ -129,41 +282,15 @@ class Audit(TorchDispatchMode):
 
     # -- addresses
 
-    def _load(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def create_masked_load(builder: Any, ptrs: Any, mask: Any, *rest: Any, **more: Any) -> Any:
+    def _noting(self, real: Callable[..., Any], note: Callable[[Accesses, Any], None]) -> Any:
+        """Return an operation of the interpreter that notes its accesses first."""
+
+        def operation(*args: Any, **more: Any) -> Any:
             if self._accesses is not None:
-                self._accesses.load(Addresses.of(ptrs, mask))
-            return real(builder, ptrs, mask, *rest, **more)
+                note(self._accesses, args)
+            return real(*args, **more)
 
-        return create_masked_load
-
-    def _store(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def create_masked_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-            if self._accesses is not None:
-                self._accesses.store(Addresses.of(ptrs, mask), value.data, mask.data)
-            return real(builder, ptrs, value, mask, *rest)
-
-        return create_masked_store
-
-    def _atomic(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def create_atomic_rmw(
-            builder: Any, how: Any, ptr: Any, value: Any, mask: Any, sem: Any, *rest: Any
-        ) -> Any:
-            if self._accesses is not None:
-                self._accesses.atomic(
-                    Addresses.of(ptr, mask), "ACQUIRE_RELEASE" in str(sem).upper()
-                )
-            return real(builder, how, ptr, value, mask, sem, *rest)
-
-        return create_atomic_rmw
-
-    def _barrier(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def create_barrier(builder: Any) -> Any:
-            if self._accesses is not None:
-                self._accesses.barrier()
-            return real(builder)
-
-        return create_barrier
+        return operation
 
     # -- memory that was never written
 
@@ -205,3 +332,21 @@ def _spans(tensors: list[Tensor]) -> np.ndarray:
 
 def _bits(storage: torch.UntypedStorage) -> np.ndarray:
     return torch.tensor([], dtype=torch.uint8).set_(storage).numpy()
+
+
+# --- the plugin of pytest -------------------------------------------------------------------------
+
+_audited: Counter[str] = Counter()
+
+
+@pytest.fixture(autouse=True)
+def audited() -> Iterator[None]:
+    """Audit a test. The audit ends after all patches of the test are undone."""
+    with Audit().auditing() as audit:
+        yield
+    _audited.update(audit.launches)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    count = _audited.total()
+    terminalreporter.write_line(f"audited: {len(_audited)} kernels, {count} launches; orders: 3")

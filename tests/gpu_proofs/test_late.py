@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.gpu_proofs.launches import late
 from triton.runtime import driver
 
 from cbatch.core.request.request import SamplingParams
@@ -15,7 +16,6 @@ from cbatch.runtime.gpu import capture
 from cbatch.runtime.gpu.background_kernels import BLOCKS, GROUPS, SHAPED, groups_of, groups_of_key
 from cbatch.runtime.gpu.device import CudaDevice
 from tests.gpu_proofs.driver import Launches, _Driver, recording
-from tests.gpu_proofs.launches import late
 from tests.gpu_proofs.meta import MetaDevice
 from tests.gpu_proofs.sizes import USUAL, Size
 from tests.gpu_proofs.steps import KINDS, Run

@@ -11,14 +11,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.gpu_proofs.compiled import verdicts
+from tests.gpu_proofs.launches import late, launches_of
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu import capture
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.buckets import MOST_CAPTURED_TOKENS
-from tests.gpu_proofs.compiled import verdicts
 from tests.gpu_proofs.driver import Launches, recording
-from tests.gpu_proofs.launches import late, launches_of
 from tests.gpu_proofs.meta import META, Refused
 from tests.gpu_proofs.sizes import MORE, USUAL, Size, is_supported
 from tests.gpu_proofs.steps import KINDS, Run

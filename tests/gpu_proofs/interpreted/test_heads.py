@@ -12,6 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.gpu_proofs.interpreted.light import (
+    use_reference_verdicts,
+    use_references,
+    without_overflow_checks,
+)
+from tests.triton_kernels.interpreter.test_host_drafts import settings_of
 from torch import Tensor
 
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -28,24 +34,18 @@ from cbatch.runtime.gpu.head_pass import DeviceStates
 from cbatch.runtime.gpu.one_call import OneCall
 from cbatch.runtime.kv_cache import KVCache
 from tests.chi_square import chi_square_z
-from tests.runtime import made_heads
-from tests.runtime.engines import make_request, parse_lookahead
-from tests.runtime.marks import needs_compiler
-from tests.runtime.pairs import VOCAB
 from tests.gpu_proofs.interpreted.fitted_heads import HeadPair, eagle1, eagle3, medusa
-from tests.gpu_proofs.interpreted.light import (
-    use_reference_verdicts,
-    use_references,
-    without_overflow_checks,
-)
 from tests.gpu_proofs.interpreted.test_executor import (
     happened,
     poisoned,
     prompts,
     sampled_requests,
 )
-from tests.triton_kernels.interpreter.test_host_drafts import settings_of
 from tests.gpu_proofs.interpreted.twins import Differs, Pair, run_twins
+from tests.runtime import made_heads
+from tests.runtime.engines import make_request, parse_lookahead
+from tests.runtime.marks import needs_compiler
+from tests.runtime.pairs import VOCAB
 from triton_kernels.attention import Tile
 
 pytestmark = [

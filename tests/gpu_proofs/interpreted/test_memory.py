@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from tests.gpu_proofs.interpreted.light import without_overflow_checks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,9 +22,8 @@ from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from cbatch.runtime.model.head_config import HeadConfig
-from tests.gpu_proofs.sizes import HeadTensors
-from tests.gpu_proofs.interpreted.light import without_overflow_checks
 from tests.gpu_proofs.interpreted.twins import CPU, Pair
+from tests.gpu_proofs.sizes import HeadTensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 LIMITS = StepLimits(

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-
-from cbatch.core.request.errors import FieldError
-from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.model.config import ModelError
-from tests.runtime.engines import make_request
 from tests.gpu_proofs.interpreted.light import (
     use_reference_verdicts,
     use_references,
     without_overflow_checks,
 )
+
+from cbatch.core.request.errors import FieldError
+from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.model.config import ModelError
 from tests.gpu_proofs.interpreted.twins import run_twins
+from tests.runtime.engines import make_request
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
 
