@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from tests.gpu_proofs.interpreted.light import without_overflow_checks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +23,7 @@ from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from cbatch.runtime.model.head_config import HeadConfig
 from tests.gpu_proofs.interpreted.twins import CPU, Pair
 from tests.gpu_proofs.sizes import HeadTensors
+from tests.triton_kernels.interpreter.quick import without_overflow_checks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 LIMITS = StepLimits(

@@ -3,21 +3,18 @@ step. They equal their own eager pass too, with our kernels, as checked at every
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.gpu_proofs.interpreted.light import (
-    use_reference_verdicts,
-    use_references,
-    without_overflow_checks,
-)
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.model.config import ModelError
+from tests.gpu_proofs.interpreted.references import use_references
+from tests.gpu_proofs.interpreted.stream import Stream
+from tests.gpu_proofs.interpreted.test_executor import happened, was_replayed
 from tests.gpu_proofs.interpreted.twins import run_twins
 from tests.runtime.engines import make_request
 
@@ -45,24 +42,13 @@ class Model:
         self.config = self.decoder.config
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_overflow_checks(monkeypatch)
-
-
-def happened(seen: Counter[str], *events: str) -> None:
-    missing = [event for event in events if not seen[event]]
-    assert not missing, f"did not happen: {missing}, but {dict(seen)}"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_the_cpu(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, bare_stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load has compared the kernels; here attention is their reference."""
     target, draft = Model(kind, tmp_path / "target"), Model("phi3", tmp_path / "draft")
-    use_references(monkeypatch)
-    use_reference_verdicts(monkeypatch)
+    use_references(bare_stream, monkeypatch)
     requests = [
         make_request(f"r{i}", [3 + (7 * i + 3 * j) % 61 for j in range(n)], max_tokens=8)
         for i, n in enumerate((23, 5, 30))
@@ -72,6 +58,7 @@ def test_steps_are_those_of_the_cpu(
     )
     assert {len(tokens) for tokens in outputs.values()} == {8}
     happened(seen, "unfinished chunks", "rejected", "mixed steps", "catch-ups")
+    was_replayed(bare_stream)
 
 
 def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
