@@ -4,46 +4,54 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
 
-from bench.gpu import report
-from bench.gpu.cells import NOT_REACHED, Results
+from bench.gpu import ceilings, correctness, engine, kernels, models, report, sweep, vllm_engine
+from bench.gpu.cells import NOT_REACHED, Cell, Results, run_cells
+from bench.gpu.environment import Bench, describe
+from bench.gpu.limits import SMALLER
 from cbatch.cli.parser import CommandParser
+from triton_kernels.build import interpreter
 
 _MINUTES = 5.0
 _PACKING_S = 12.0  # time reserved for packing Triton's cache
 _MAX_RESTARTS = 4
-CACHE = "triton_cache.txz"
+CACHE, CLOCKS = "triton_cache.txz", "clocks.csv"
+_CLOCKS = "timestamp,clocks.sm,power.draw,clocks_event_reasons.active"
 
 
 class Section(NamedTuple):
-    """Time limits of a section. One that has less than `min_s` is left out; earlier sections leave
-    that time for a `needed` section."""
+    """A section and its time limits. One that has less than `min_s` is left out; earlier sections
+    leave that time for a `needed` section."""
 
+    cells: Callable[[Bench], Iterable[Cell]]
     min_s: float
     max_s: float
     needed: bool = False
 
 
 SECTIONS = {
-    "ceilings": Section(8, 40),
-    "engine": Section(25, 240),
-    "vllm": Section(45, 300),
-    "correctness": Section(20, 150, needed=True),
-    "kernels": Section(20, 150, needed=True),
-    "models": Section(20, 240),
-    "engine-1b": Section(25, 150),
-    "sweep": Section(40, 600),
+    "ceilings": Section(ceilings.cells, 8, 40),
+    "engine": Section(engine.cells, 25, 240),
+    "vllm": Section(vllm_engine.cells, 45, 300),
+    "correctness": Section(correctness.cells, 20, 150, needed=True),
+    "kernels": Section(kernels.cells, 20, 150, needed=True),
+    "models": Section(models.cells, 20, 240),
+    "engine-1b": Section(functools.partial(engine.cells, model=SMALLER), 25, 150),
+    "sweep": Section(sweep.cells, 40, 600),
 }
 
 
@@ -89,21 +97,38 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> None:
     if args.peers is None and "vllm" in names:
         names.remove("vllm")
     signal.signal(signal.SIGTERM, _interrupt)
-    for at, name in enumerate(names):
-        later = [SECTIONS[other] for other in names[at + 1 :]]
-        reserved_s = sum(section.min_s for section in later if section.needed)
-        left_s = until_s - time.monotonic() - reserved_s
-        if left_s < SECTIONS[name].min_s:
-            missing = {name: {"status": "left out: not enough time"}}
-            Results(args.out).save(name, missing)
-        else:
-            run_section(
-                name, [*command, "--child", name], args.out, min(left_s, SECTIONS[name].max_s)
-            )
+    with clocks(args.out):
+        run_sections(names, command, args.out, until_s)
     if args.triton_cache is not None:
         with tarfile.open(args.out / CACHE, "w:xz", preset=1) as packed:
             for path in sorted(cache.iterdir()) if cache.exists() else ():
                 packed.add(path, path.name)
+
+
+@contextlib.contextmanager
+def clocks(out: Path) -> Iterator[None]:
+    """Write the device's clocks five times a second, and what slowed it, if it tells them."""
+    if shutil.which("nvidia-smi") is None:
+        yield
+        return
+    words = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv", "-lms", "200", "-i", "0"]
+    with (out / CLOCKS).open("w") as file, subprocess.Popen(words, stdout=file) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def run_sections(names: Sequence[str], command: Sequence[str], out: Path, until_s: float) -> None:
+    for at, name in enumerate(names):
+        section, later = SECTIONS[name], [SECTIONS[other] for other in names[at + 1 :]]
+        reserved_s = sum(other.min_s for other in later if other.needed)
+        left_s = until_s - time.monotonic() - reserved_s
+        if left_s < section.min_s:
+            Results(out).save(name, {name: {"status": "left out: not enough time"}})
+        else:
+            words = [*command, "--child", name]
+            run_section(name, words, out, min(left_s, section.max_s))
 
 
 def run_section(name: str, command: Sequence[str], out: Path, seconds: float) -> None:
@@ -146,12 +171,23 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def run_child(name: str, args: argparse.Namespace) -> None:
+    """Measure the cells of a section in this process."""
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
+    bench = Bench.open(args.out, args.peers)
+    if not bench.full:
+        interpreter.repair()
+    commit = {"commit": args.commit} if args.commit else {}
+    bench.results.about = describe(bench) | commit | bench.results.about
+    run_cells(name, SECTIONS[name].cells(bench), bench.results)
+    if name == "sweep":
+        sweep.write_table(bench)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args, words = parse(argv), sys.argv[1:] if argv is None else argv
     if args.child:
-        from bench.gpu.sections import run_child
-
-        run_child(args.child, args.out, args.peers, args.commit)
+        run_child(args.child, args)
         return 0
     try:
         run(args, [sys.executable, "-m", "bench.gpu", *words])

@@ -11,8 +11,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from bench.gpu.cells import Cell, Row
 from bench.gpu.environment import Bench
 
 SECTION = "correctness"
@@ -36,10 +39,14 @@ def command(*more: str) -> list[str]:
     return words
 
 
-def run(bench: Bench) -> None:
+def cells(bench: Bench) -> Iterator[Cell]:
+    yield Cell("tests", {}, partial(run, bench))
+
+
+def run(bench: Bench) -> Row:
     """Run the tests and save a row for each. Without a GPU list them only."""
     words = command("--device=cuda") if bench.full else command("--collect-only")
-    rows = {}
+    rows: dict[str, Row] = {}
     with subprocess.Popen(words, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
@@ -49,3 +56,4 @@ def run(bench: Bench) -> None:
                 if len(rows) % _WRITE_EVERY == 0:
                     bench.results.save(SECTION, rows)
     bench.results.save(SECTION, rows)
+    return {"status": f"{len(rows)} tests"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bench.gpu.cells import Row
@@ -15,10 +15,13 @@ _MAX_KERNELS = 12
 _WIDTH = 56  # largest width of a column, in characters
 _COLUMNS = {
     "start": ("model", "drafter", "lookahead", "implementation", "seconds", "note", "status"),
-    "ceilings": ("ceiling", "per_s", "unit", "best", "slowed_by"),
+    "ceilings": ("ceiling", "per_s", "unit", "best"),
     "kernels": (
         "kernel", "workload", "implementation", "median_us", "limit_us", "fraction_of_limit",
         "tflop_per_s", "over_ours",
+    ),
+    "step": (
+        "model", "lookahead", "sampling", "batch", "implementation", "us", "calls", "kernel",
     ),
     "streams": (
         "model", "drafter", "numerics", "lookahead", "batch", "tokens_per_s", "/off", "equal_texts",
@@ -40,13 +43,19 @@ def tables(about: Row, rows: Sequence[Row]) -> str:
     add_ratios(
         streams, ("model", "numerics", "batch"), "tokens_per_s", ("lookahead", "off"), "/off"
     )
+    step_kernels = [
+        {**r, **kernel}
+        for r in ok
+        if r.get("what") == STEP_KERNELS
+        for kernel in r["kernels"][:_MAX_KERNELS]
+    ]
     parts = [
         ", ".join((device, *versions, str(about.get("date")))),
         _table("steps of an engine", _steps(ok)),
         _table("starts", [r for r in rows if r.get("what") == "start"], _COLUMNS["start"]),
         _table("streams of trained models", streams, _COLUMNS["streams"]),
         _table("correctness: tests by outcome", _outcomes(rows)),
-        *(_table(f"kernels of a step: {setting}", lines) for setting, lines in _step_kernels(ok)),
+        _table("kernels of a step", step_kernels, _COLUMNS["step"]),
         _table("ceilings", [r for r in ok if r["section"] == "ceilings"], _COLUMNS["ceilings"]),
         _table("kernels", kernels, _COLUMNS["kernels"]),
         _table("not measured", _missing(rows)),
@@ -94,20 +103,6 @@ def _outcomes(rows: Sequence[Row]) -> list[Row]:
     outcomes: list[Row] = [{"outcome": state, "tests": n} for state, n in states.items()]
     bad = [r for r in tests if r["status"].startswith(("failed", "error"))]
     return outcomes + [{"outcome": r["status"], "tests": r["cell"]} for r in bad]
-
-
-def _step_kernels(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Yield a table for each setting: kernels of cbatch and vLLM in columns, longest first, after
-    a line with the sums."""
-    settings: dict[str, list[Row]] = {}
-    for r in (r for r in rows if r.get("what") == STEP_KERNELS):
-        setting = " ".join(str(r[name]) for name in ("model", "lookahead", "sampling", "batch"))
-        lines = settings.setdefault(setting, [{} for _ in range(_MAX_KERNELS + 1)])
-        us, who = f"{r['implementation']} us", r["implementation"]
-        lines[0] |= {us: sum(k["us"] for k in r["kernels"]), who: "all"}
-        for line, k in zip(lines[1:], r["kernels"], strict=False):
-            line |= {us: k["us"], who: f"{k['calls']:g} x {k['kernel']}"}
-    yield from ((setting, [line for line in lines if line]) for setting, lines in settings.items())
 
 
 def _missing(rows: Sequence[Row]) -> list[Row]:
