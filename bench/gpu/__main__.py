@@ -1,55 +1,58 @@
-"""The command `python -m bench.gpu --out DIR`: the parts of a run, each a process of `child.py`."""
+"""The command `python -m bench.gpu --out DIR`: sections one after another, each a process."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import logging
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tarfile
-import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from bench.gpu import clocks, report
-from bench.gpu.cells import Row
-from bench.gpu.run import GpuRun, Rows, RunPart
+import torch
+
+from bench.gpu import ceilings, correctness, engine, kernels, models, report, sweep, vllm_engine
+from bench.gpu.cells import NOT_REACHED, Cell, Results, run_cells
+from bench.gpu.environment import Bench, describe
+from bench.gpu.limits import SMALLER
 from cbatch.cli.parser import CommandParser
+from triton_kernels.build import interpreter
 
-_TILES = Path(__file__).parents[2] / "triton_kernels" / "attention" / "tiles.json"
 _MINUTES = 5.0
-_LAST_S, _PACKING_S = 3.0, 12.0  # time reserved for the tables and for packing Triton's cache
-CACHE = "triton_cache.txz"
+_PACKING_S = 12.0  # time reserved for packing Triton's cache
+_MAX_RESTARTS = 4
+CACHE, CLOCKS = "triton_cache.txz", "clocks.csv"
+_CLOCKS = "timestamp,clocks.sm,power.draw,clocks_event_reasons.active"
 
 
-def parts(out: Path, peers: Path | None, sections: Sequence[str]) -> list[RunPart]:
-    """Return the parts of a run. The engine, vLLM and the ceilings start at once; vLLM measures
-    after the engine's steps."""
+class Section(NamedTuple):
+    """A section and its time limits. One that has less than `min_s` is left out; earlier sections
+    leave that time for a `needed` section."""
 
-    def part(
-        name: str, least_s: float, most_s: float, *after: str, needed: bool = False
-    ) -> RunPart:
-        words = ("-m", "bench.gpu", "--child", name, "--out", str(out))
-        words += ("--peers", str(peers)) if peers is not None else ()
-        return RunPart(name, (sys.executable, *words), least_s, most_s, after, needed)
-
-    parts = [
-        part("ceilings", 8, 40),
-        part("engine", 25, 240),
-        part("vllm", 45, 300),
-        part("correctness", 20, 150, "engine", needed=True),
-        part("kernels", 20, 150, "correctness", "vllm", needed=True),
-        part("models", 20, 240, "kernels"),
-        part("engine-1b", 25, 150, "models"),
-        part("sweep", 40, 600, "engine-1b"),
-    ]
-    return [p for p in parts if p.name in sections and (p.name != "vllm" or peers is not None)]
+    cells: Callable[[Bench], Iterable[Cell]]
+    min_s: float
+    max_s: float
+    needed: bool = False
 
 
-SECTIONS = (
-    "ceilings", "engine", "vllm", "correctness", "kernels", "models", "engine-1b", "sweep",
-)  # fmt: skip
+SECTIONS = {
+    "ceilings": Section(ceilings.cells, 8, 40),
+    "engine": Section(engine.cells, 25, 240),
+    "vllm": Section(vllm_engine.cells, 45, 300),
+    "correctness": Section(correctness.cells, 20, 150, needed=True),
+    "kernels": Section(kernels.cells, 20, 150, needed=True),
+    "models": Section(models.cells, 20, 240),
+    "engine-1b": Section(functools.partial(engine.cells, model=SMALLER), 25, 150),
+    "sweep": Section(sweep.cells, 40, 600),
+}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -80,74 +83,119 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# --- the run --------------------------------------------------------------------------------------
-
-
-def run(args: argparse.Namespace) -> Rows:
-    """Run all parts and return their rows by cell. A signal ends the run; measured rows are
-    kept."""
-    out: Path = args.out
-    out.mkdir(parents=True, exist_ok=True)
-    cache = _cache_folder()
-    if args.triton_cache is not None and args.triton_cache.exists():
-        with tarfile.open(args.triton_cache) as packed:
-            packed.extractall(cache, filter="data")
-    spare_s = _LAST_S + (_PACKING_S if args.triton_cache is not None else 0.0)
-    signal.signal(signal.SIGTERM, _interrupt)
-    with tempfile.TemporaryDirectory(prefix="cbatch-gpu-") as folder, clocks.recorded() as samples:
-
-        def write(rows: Rows, about: Row) -> None:
-            complete_about = about | ({"commit": args.commit} if args.commit else {})
-            flat = [
-                {"section": name, **row, **clocks.during(samples, *row.get("at_s", (0, 0)))}
-                for name, of_section in rows.items()
-                for row in of_section.values()
-            ]
-            report.write(out, complete_about | {"minutes": args.minutes}, flat)
-
-        gpu_run = GpuRun(Path(folder), 60 * args.minutes - spare_s, write)
-        try:
-            gpu_run.run(parts(Path(folder), args.peers, args.section or SECTIONS))
-        finally:
-            (out / "log.txt").write_text(gpu_run.log, encoding="utf-8")
-            _write_tiles(gpu_run, out)
+def run(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """Run the sections within the time. A signal ends the run; measured rows are kept."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    until_s = time.monotonic() + 60 * args.minutes
     if args.triton_cache is not None:
-        _pack(cache, out / CACHE)
-    return gpu_run.rows
+        until_s -= _PACKING_S
+        if args.triton_cache.exists():
+            with tarfile.open(args.triton_cache) as packed:
+                packed.extractall(cache, filter="data")
+    names = [name for name in SECTIONS if name in (args.section or SECTIONS)]
+    if args.peers is None and "vllm" in names:
+        names.remove("vllm")
+    signal.signal(signal.SIGTERM, _interrupt)
+    with clocks(args.out):
+        run_sections(names, command, args.out, until_s)
+    if args.triton_cache is not None:
+        with tarfile.open(args.out / CACHE, "w:xz", preset=1) as packed:
+            for path in sorted(cache.iterdir()) if cache.exists() else ():
+                packed.add(path, path.name)
+
+
+@contextlib.contextmanager
+def clocks(out: Path) -> Iterator[None]:
+    """Write the device's clocks five times a second, and what slowed it, if it tells them."""
+    if shutil.which("nvidia-smi") is None:
+        yield
+        return
+    words = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv", "-lms", "200", "-i", "0"]
+    with (out / CLOCKS).open("w") as file, subprocess.Popen(words, stdout=file) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def run_sections(names: Sequence[str], command: Sequence[str], out: Path, until_s: float) -> None:
+    for at, name in enumerate(names):
+        section, later = SECTIONS[name], [SECTIONS[other] for other in names[at + 1 :]]
+        reserved_s = sum(other.min_s for other in later if other.needed)
+        left_s = until_s - time.monotonic() - reserved_s
+        if left_s < section.min_s:
+            Results(out).save(name, {name: {"status": "left out: not enough time"}})
+        else:
+            words = [*command, "--child", name]
+            run_section(name, words, out, min(left_s, section.max_s))
+
+
+def run_section(name: str, command: Sequence[str], out: Path, seconds: float) -> None:
+    """Run a process for at most so long. If it dies it loses its current cell, and another
+    continues after that cell."""
+    until_s, reached = time.monotonic() + seconds, 0
+    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+    for _ in range(1 + _MAX_RESTARTS):
+        with (out / "log.txt").open("a") as log:
+            log.write(f"##### {name}\n")
+            log.flush()
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | interpreted,
+            )
+        try:
+            if not process.wait(until_s - time.monotonic()):
+                return
+        except subprocess.TimeoutExpired:
+            return
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # including its children
+            process.wait()
+        results = Results(out)
+        states = [row["status"] for row in results.of(name).values()]
+        if not states:
+            results.save(
+                name, {name: {"status": f"failed: exit {process.returncode}, see log.txt"}}
+            )
+        before, reached = reached, sum(state != NOT_REACHED for state in states)
+        if reached <= before:
+            return
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
-
-
-def _pack(cache: Path, to: Path) -> None:
-    with tarfile.open(to, "w:xz", preset=1) as packed:
-        for path in sorted(cache.iterdir()) if cache.exists() else ():
-            packed.add(path, path.name)
-
-
-def _write_tiles(gpu_run: GpuRun, out: Path) -> None:
-    """Write the tile table that follows from a sweep."""
-    if gpu_run.rows.get("sweep"):
-        device, date, commit = (gpu_run.about.get(name) for name in ("device", "date", "commit"))
-        source = f"swept on {device}, {date}, commit {commit}"
-        from bench.gpu.sweep import write_table
-
-        write_table(gpu_run.rows["sweep"], _TILES, source, out)
+def run_child(name: str, args: argparse.Namespace) -> None:
+    """Measure the cells of a section in this process."""
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
+    bench = Bench.open(args.out, args.peers)
+    if not bench.full:
+        interpreter.repair()
+    commit = {"commit": args.commit} if args.commit else {}
+    bench.results.about = describe(bench) | commit | bench.results.about
+    run_cells(name, SECTIONS[name].cells(bench), bench.results)
+    if name == "sweep":
+        sweep.write_table(bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+    args, words = parse(argv), sys.argv[1:] if argv is None else argv
     if args.child:
-        from bench.gpu.child import run_child
-
-        return run_child(args.child, args.out, args.peers)
-    run(args)
-    print((args.out / report.TABLE).read_text(encoding="utf-8"), flush=True)
+        run_child(args.child, args)
+        return 0
+    try:
+        run(args, [sys.executable, "-m", "bench.gpu", *words])
+    finally:
+        results = Results(args.out)
+        text = report.tables(results.about | {"minutes": args.minutes}, results.rows)
+        (args.out / report.TABLE).write_text(text + "\n", encoding="utf-8")
+    print(text, flush=True)
     return 0
 
 

@@ -1,90 +1,63 @@
-"""The environment of a run: with a GPU, with the interpreter on a CPU, or without both."""
+"""The machine of a run, and what its sections share."""
 
 from __future__ import annotations
 
-import enum
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from triton import knobs
 
+from bench.gpu.cells import Results, Row
 from cbatch.system.machine import describe_machine, describe_versions
 
 
-class RunMode(enum.Enum):
-    """The use of kernels in this run."""
-
-    DEVICE = "device"  # compiled kernels, full-size inputs, timed
-    INTERPRETED = "interpreted"  # TRITON_INTERPRET=1: tiny inputs, one run, no timing
-    LISTED = "listed"  # neither: tiny inputs, but no Triton kernel is launched
-
-    @property
-    def runs(self) -> bool:
-        """True if kernels run, timed or not."""
-        return self is not RunMode.LISTED
-
-
 class Bench(NamedTuple):
-    """The common context of all sections."""
+    """The common context of all sections. Without a GPU kernels are interpreted: tiny inputs, one
+    run, no timing."""
 
-    mode: RunMode
     device: torch.device
-    out: Path  # folder with the journals of all parts
-    peers: Path | None = None  # folder with the package vllm, unpacked
-    listing: bool = False  # launches only list their kernels, for compilation
+    out: Path
+    results: Results
+    peers: Path | None = None  # folder with the package vllm
+
+    @classmethod
+    def open(cls, out: Path, peers: Path | None = None) -> Bench:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(device, out, Results(out), peers)
 
     @property
     def full(self) -> bool:
-        return self.mode is RunMode.DEVICE
+        return self.device.type == "cuda"
+
+    @property
+    def l2_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.device).L2_cache_size if self.full else 0
 
 
-def find_mode() -> RunMode:
-    """Return INTERPRETED if the environment selects it, else DEVICE if there is a GPU."""
-    if knobs.runtime.interpret:
-        from triton_kernels.build import interpreter
-
-        interpreter.repair()
-        return RunMode.INTERPRETED
-    return RunMode.DEVICE if torch.cuda.is_available() else RunMode.LISTED
-
-
-def device_of(mode: RunMode) -> torch.device:
-    return torch.device("cuda" if mode is RunMode.DEVICE else "cpu")
-
-
-def describe(mode: RunMode) -> dict[str, Any]:
+def describe(bench: Bench) -> Row:
     """Return device, driver, versions, date and commit, which must be quoted with every figure."""
-    changes = _output("git", "status", "--porcelain")
-    facts: dict[str, Any] = {
-        "world": mode.value,
+    facts: Row = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _output("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": None if changes is None else bool(changes),
+        "uncommitted_changes": bool(_output("git", "status", "--porcelain")),
         "device": None,
         "driver": None,
         "cuda": torch.version.cuda,
         "machine": describe_machine(),
         "versions": describe_versions(),
     }
-    if mode is RunMode.DEVICE:
-        properties = torch.cuda.get_device_properties(0)
-        facts["device"] = properties.name
-        facts["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+    if bench.full:
+        properties = torch.cuda.get_device_properties(bench.device)
+        facts["device"], facts["multiprocessors"] = (
+            properties.name,
+            properties.multi_processor_count,
         )
-        facts["multiprocessors"] = properties.multi_processor_count
-        facts["l2_bytes"] = properties.L2_cache_size
-        facts["memory_bytes"] = properties.total_memory
+        facts["l2_bytes"], facts["memory_bytes"] = bench.l2_bytes, properties.total_memory
+        query = "--query-gpu=driver_version", "--format=csv,noheader"
+        facts["driver"] = _output("nvidia-smi", *query)
     return facts
-
-
-def l2_bytes(device: torch.device) -> int:
-    return (
-        0 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).L2_cache_size)
-    )
 
 
 def _output(*command: str) -> str | None:
@@ -92,4 +65,4 @@ def _output(*command: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
+    return done.stdout.strip().partition("\n")[0]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from sim.cost.roofline import ModelShape, load_shape
+from triton_kernels.attention import Heads
 
 _PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
 
@@ -24,23 +25,14 @@ class Query(NamedTuple):
     context_tokens: int
 
 
-class GridHeads(NamedTuple):
-    """Attention heads, with the fields of `triton_kernels.attention.Heads`."""
-
-    kv_heads: int
-    group: int
-    head_dim: int
-
-
-def heads_of(shape: ModelShape) -> GridHeads:
+def heads_of(shape: ModelShape) -> Heads:
     kv_heads = shape.num_key_value_heads
-    return GridHeads(kv_heads, shape.num_attention_heads // kv_heads, shape.head_size)
+    return Heads(kv_heads, shape.num_attention_heads // kv_heads, shape.head_size)
 
 
 def workload(name: str) -> list[Query]:
     """Return the sequences of a batch. Its name consists of parts joined by `_`, each
-    `[count]q<tokens>[k][s<context>[k]]`. Without `s` the context is the query itself. Raises
-    ValueError for any other name."""
+    `[count]q<tokens>[k][s<context>[k]]`. Without `s` the context is the query itself."""
     queries = []
     for part in name.split("_"):
         match = _PART.fullmatch(part)
@@ -68,14 +60,12 @@ ATTENTION = (
 )  # fmt: skip
 TINY = ("3q1s20", "q5_2q1s33")  # for interpreted kernels
 
-LLAMA_8B_HEADS = GridHeads(kv_heads=8, group=4, head_dim=128)
+LLAMA_8B_HEADS = Heads(kv_heads=8, group=4, head_dim=128)
 HEADS = {
     "llama-8b": LLAMA_8B_HEADS,
-    "llama-1b": GridHeads(kv_heads=8, group=4, head_dim=64),
-    "qwen3-0.6b": GridHeads(kv_heads=8, group=2, head_dim=128),
-    "qwen2-7b": GridHeads(kv_heads=4, group=7, head_dim=128),
+    "llama-1b": Heads(kv_heads=8, group=4, head_dim=64),
 }
-TINY_HEADS = GridHeads(kv_heads=1, group=2, head_dim=16)
+TINY_HEADS = Heads(kv_heads=1, group=2, head_dim=16)
 
 MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
 MODEL, SMALLER = MODELS  # the first measured model, and one for the remaining time
@@ -129,7 +119,7 @@ class Cost(NamedTuple):
 
 
 def attention_cost(
-    queries: Sequence[Query], shape: GridHeads, *, element_bytes: int = 2, kv_bytes: int = 2
+    queries: Sequence[Query], shape: Heads, *, element_bytes: int = 2, kv_bytes: int = 2
 ) -> Cost:
     """Return the cost of reading K, V and queries once, of writing the results, and of the
     products under a causal mask."""

@@ -1,68 +1,77 @@
-"""The results of a run: one JSON document of all rows, and tables of text."""
+"""Tables of text from the rows of a run."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from bench.gpu.cells import Row
-from bench.gpu.profiled import STEP_KERNELS, STEPS
+from bench.gpu.timing import STEP_KERNELS, STEPS
 
-RESULTS, TABLE = "results.json", "table.txt"
+TABLE = "table.txt"
 CBATCH, VLLM = "cbatch", "vllm"
-_MOST_KERNELS = 12
+_MAX_KERNELS = 12
 _WIDTH = 56  # largest width of a column, in characters
 _COLUMNS = {
-    "start": (
-        "model", "drafter", "numerics", "lookahead", "implementation", "seconds", "device_mib",
-        "note", "status",
-    ),
-    "ceilings": ("ceiling", "per_s", "unit", "best", "slowed_by"),
+    "start": ("model", "drafter", "lookahead", "implementation", "seconds", "note", "status"),
+    "ceilings": ("ceiling", "per_s", "unit", "best"),
     "kernels": (
         "kernel", "workload", "implementation", "median_us", "limit_us", "fraction_of_limit",
         "tflop_per_s", "over_ours",
     ),
+    "step": (
+        "model", "lookahead", "sampling", "batch", "implementation", "us", "calls", "kernel",
+    ),
+    "streams": (
+        "model", "drafter", "numerics", "lookahead", "batch", "tokens_per_s", "/off", "equal_texts",
+    ),
 }  # fmt: skip
-
-
-def write(out: Path, about: Row, rows: Sequence[Row]) -> None:
-    """Write both files. Each is replaced in one operation, so a reader never sees an incomplete
-    file."""
-    document = json.dumps({"about": about, "rows": rows}, indent=0, default=str)
-    for name, text in ((RESULTS, document), (TABLE, tables(about, rows))):
-        part = out / f".{name}"
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, out / name)
 
 
 def tables(about: Row, rows: Sequence[Row]) -> str:
     """Return the tables as text, the most important first."""
-    device = about.get("device") or "no GPU: a dry run, every figure is null"
+    device = about.get("device") or "no GPU: a dry run, nothing is timed"
     named = {"commit": about.get("commit"), **about.get("versions", {})}
     versions = [f"{name} {named[name]}" for name in ("torch", "triton", "commit") if name in named]
-    measured = [r for r in rows if r["status"] == "ok"]
+    ok = [r for r in rows if r["status"] == "ok"]
+    kernels = [r for r in ok if r["section"] == "kernels"]
+    streams = [r for r in ok if r.get("what") == "streams"]
+    add_ratios(
+        kernels, ("kernel", "workload"), "median_us", ("implementation", CBATCH), "over_ours"
+    )
+    add_ratios(
+        streams, ("model", "numerics", "batch"), "tokens_per_s", ("lookahead", "off"), "/off"
+    )
+    step_kernels = [
+        {**r, **kernel}
+        for r in ok
+        if r.get("what") == STEP_KERNELS
+        for kernel in r["kernels"][:_MAX_KERNELS]
+    ]
     parts = [
         ", ".join((device, *versions, str(about.get("date")))),
-        _table("steps of an engine", _steps(measured)),
+        _table("steps of an engine", _steps(ok)),
         _table("starts", [r for r in rows if r.get("what") == "start"], _COLUMNS["start"]),
-        _table("streams of trained models", _streams(measured)),
+        _table("streams of trained models", streams, _COLUMNS["streams"]),
         _table("correctness: tests by outcome", _outcomes(rows)),
-        *(
-            _table(f"kernels of a step: {setting}", lines)
-            for setting, lines in _step_kernels(measured)
-        ),
-        *(
-            _table(name, compared, _COLUMNS[name])
-            for name in ("ceilings", "kernels")
-            if (compared := _compared([r for r in measured if r["section"] == name]))
-        ),
+        _table("kernels of a step", step_kernels, _COLUMNS["step"]),
+        _table("ceilings", [r for r in ok if r["section"] == "ceilings"], _COLUMNS["ceilings"]),
+        _table("kernels", kernels, _COLUMNS["kernels"]),
         _table("not measured", _missing(rows)),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def add_ratios(
+    rows: Sequence[Row], keys: Sequence[str], figure: str, base: tuple[str, str], name: str
+) -> None:
+    """Add to each row its figure divided by that of the row with equal keys and this label."""
+    bases = {
+        tuple(r.get(key) for key in keys): r.get(figure) for r in rows if r.get(base[0]) == base[1]
+    }
+    for r in rows:
+        r[name] = _ratio(r.get(figure), bases.get(tuple(r.get(key) for key in keys)))
 
 
 def _steps(rows: Sequence[Row]) -> list[Row]:
@@ -87,55 +96,13 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
     return list(lines.values())
 
 
-def _streams(rows: Sequence[Row]) -> list[Row]:
-    streams = [r for r in rows if r.get("what") == "streams"]
-    names = "model", "drafter", "numerics", "lookahead", "batch", "tokens_per_s", "equal_texts"
-
-    def subject(row: Row) -> tuple[str, str, int]:
-        return row["model"], row["numerics"], row["batch"]
-
-    plain = {subject(r): r["tokens_per_s"] for r in streams if r["lookahead"] == "off"}
-    return [
-        {name: r[name] for name in names}
-        | {"/off": _ratio(r["tokens_per_s"], plain.get(subject(r)))}
-        for r in streams
-    ]
-
-
 def _outcomes(rows: Sequence[Row]) -> list[Row]:
     """Return a count for each outcome, and a line for each test that failed."""
     tests = [r for r in rows if r["section"] == "correctness"]
     states = Counter(r["status"].partition(":")[0] for r in tests)
     outcomes: list[Row] = [{"outcome": state, "tests": n} for state, n in states.items()]
-    bad = [r for r in tests if r["status"].startswith(("failed", "not finished"))]
-    return outcomes + [{"outcome": r["status"], "tests": r.get("test")} for r in bad]
-
-
-def _step_kernels(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Yield a table for each setting: kernels of cbatch and vLLM in columns, longest first, after
-    a line with the sums."""
-    settings: dict[str, list[Row]] = {}
-    for r in (r for r in rows if r.get("what") == STEP_KERNELS):
-        setting = " ".join(str(r[name]) for name in ("model", "lookahead", "sampling", "batch"))
-        lines = settings.setdefault(setting, [{} for _ in range(_MOST_KERNELS + 1)])
-        us, who = f"{r['implementation']} us", r["implementation"]
-        lines[0] |= {us: sum(k["us"] for k in r["kernels"]), who: "all"}
-        for line, k in zip(lines[1:], r["kernels"], strict=False):
-            line |= {us: k["us"], who: f"{k['calls']:g} x {k['kernel']}"}
-    yield from ((setting, [line for line in lines if line]) for setting, lines in settings.items())
-
-
-def _compared(rows: list[Row]) -> list[Row]:
-    """Add to each row its time divided by cbatch's time for the same workload."""
-    names = "kernel", "workload"
-    own_us = {
-        tuple(r[n] for n in names): r["median_us"]
-        for r in rows
-        if r.get("implementation") == CBATCH
-    }
-    same = [own_us.get(tuple(r.get(n) for n in names)) for r in rows]
-    pairs = zip(rows, same, strict=True)
-    return [r | {"over_ours": _ratio(r.get("median_us"), us)} for r, us in pairs]
+    bad = [r for r in tests if r["status"].startswith(("failed", "error"))]
+    return outcomes + [{"outcome": r["status"], "tests": r["cell"]} for r in bad]
 
 
 def _missing(rows: Sequence[Row]) -> list[Row]:

@@ -1,117 +1,78 @@
-"""Times of launches: replays of a CUDA graph over inputs that exceed the cache."""
+"""Times of launches: replays of a CUDA graph over inputs that exceed the cache. The kernels of a
+step, from torch.profiler."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+from triton.testing import do_bench_cudagraph
 
-from bench.gpu.environment import Bench, RunMode, l2_bytes
+from bench.gpu.cells import Row
+from bench.gpu.environment import Bench
 from bench.gpu.limits import Ceilings, Cost
 
 Call = Callable[[], Any]
-MOST_SAMPLES, FEWEST_SAMPLES = 40, 5
-_SAMPLE_S = 4e-3  # approximate duration of a sample
 CELL_S = 0.2  # sampling time of a cell
-_MOST_SETS = 256  # most input sets, which only small kernels reach
+_SAMPLES = 10  # taken by Triton
+_MAX_SETS = 256  # of inputs, which only small kernels reach
+STEPS, STEP_KERNELS = "steps", "kernels of a step"  # values of `what` in rows of an engine
+_MAX_KERNELS, _NAME_CHARS = 40, 90
 
 
-class Timing(NamedTuple):
-    """Seconds of one launch; `low_s` and `high_s` are the 10th and 90th percentiles of the
-    samples."""
-
-    median_s: float
-    low_s: float
-    high_s: float
-    samples: int
-
-
-def input_sets(num_bytes: int, device: torch.device) -> int:
-    """Return how many input sets of `num_bytes` each must take turns so that none stays in the L2
+def input_sets(bench: Bench, num_bytes: int) -> int:
+    """Return how many input sets of `num_bytes` must take turns so that none stays in the L2
     cache."""
-    return max(1, min(_MOST_SETS, -(-4 * l2_bytes(device) // max(num_bytes, 1))))
+    return max(1, min(_MAX_SETS, -(-4 * bench.l2_bytes // max(num_bytes, 1))))
 
 
-def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> Timing | None:
-    """Return the time of one call: a sample is the mean over `calls`, run in sequence.
+def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> list[float]:
+    """Return the median, 10th and 90th percentile of the seconds of one call. A sample is the mean
+    over `calls`, run in sequence. Without a GPU the first call runs once; nothing is timed."""
+    if not bench.full:
+        calls[0]()
+        return []
 
-    First, every call runs once, which compiles its kernel. Samples are then taken for about
-    `seconds`, so slow calls get fewer. Without a GPU nothing is timed, and the result is None;
-    with the interpreter only the first call runs.
-    """
-    if bench.mode.runs:
-        for call in calls if bench.full else calls[:1]:
-            call()
-    if bench.mode is not RunMode.DEVICE:
-        return None
-    torch.cuda.synchronize()
-    replay = _captured(calls)
-    once = max(_elapsed_s(replay, 1), _elapsed_s(replay, 1), 1e-6)
-    repeats = max(1, round(_SAMPLE_S / once))
-    samples = max(FEWEST_SAMPLES, min(MOST_SAMPLES, int(seconds / (repeats * once))))
-    return summarize([_elapsed_s(replay, repeats) / (repeats * len(calls)) for _ in range(samples)])
-
-
-def _captured(calls: Sequence[Call]) -> Call:
-    """Return a function that replays the calls as one CUDA graph. To warm up, the first two calls
-    run on another stream before the capture."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    def run() -> None:
         for call in calls:
             call()
-    replay: Call = graph.replay
-    return replay
+
+    ms = do_bench_cudagraph(run, rep=1e3 * seconds / _SAMPLES, quantiles=(0.5, 0.1, 0.9))
+    return [1e-3 * each / len(calls) for each in ms]
 
 
-def _elapsed_s(replay: Call, repeats: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e-3
-
-
-def summarize(seconds: Sequence[float]) -> Timing:
-    ordered = sorted(seconds)
-    last = len(ordered) - 1
-    low, high = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
-    return Timing(statistics.median(ordered), low, high, len(ordered))
-
-
-def figures(timing: Timing | None, cost: Cost, ceilings: Ceilings | None) -> dict[str, Any]:
-    """Return the columns of a timed kernel. Columns that need a missing `timing` or `ceilings` are
-    None."""
-    row: dict[str, Any] = dict.fromkeys(FIGURES)
-    row |= {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9}
-    if timing is None:
+def figures(times: Sequence[float], cost: Cost, ceilings: Ceilings | None) -> Row:
+    """Return the columns of a timed kernel."""
+    row: Row = {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9}
+    if not times:
         return row | {"status": "unmeasured"}
-    row |= {
-        "median_us": timing.median_s * 1e6,
-        "low_us": timing.low_s * 1e6,
-        "high_us": timing.high_s * 1e6,
-        "samples": timing.samples,
-        "tflop_per_s": cost.flop / timing.median_s / 1e12,
-    }
+    row |= dict(zip(("median_us", "low_us", "high_us"), (1e6 * s for s in times), strict=True))
+    row["tflop_per_s"] = cost.flop / times[0] / 1e12
     if ceilings is not None:
-        row |= {
-            "bound": cost.bound(ceilings),
-            "limit_us": cost.limit_s(ceilings) * 1e6,
-            "fraction_of_limit": cost.limit_s(ceilings) / timing.median_s,
-        }
+        limit_s = cost.limit_s(ceilings)
+        row |= {"bound": cost.bound(ceilings), "limit_us": limit_s * 1e6}
+        row["fraction_of_limit"] = limit_s / times[0]
     return row
 
 
-FIGURES = (
-    "median_us", "low_us", "high_us", "samples", "mbytes", "gflop", "bound", "limit_us",
-    "fraction_of_limit", "tflop_per_s",
-)  # fmt: skip
+def step_kernels(step: Call, steps: int) -> Row:
+    """Return kernels by total time, longest first, with calls and microseconds per step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    totals: dict[str, tuple[int, float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name[:_NAME_CHARS]
+            calls, us = totals.get(name, (0, 0.0))
+            totals[name] = calls + 1, us + event.time_range.elapsed_us()
+    longest = sorted(totals.items(), key=lambda item: -item[1][1])[:_MAX_KERNELS]
+    return {
+        "kernels": [
+            {"kernel": name, "calls": round(calls / steps, 2), "us": round(us / steps, 2)}
+            for name, (calls, us) in longest
+        ]
+    }

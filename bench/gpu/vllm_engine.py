@@ -1,22 +1,18 @@
 """vLLM's whole engine on the same shape with random weights, in a process of its own.
 
-The folder of peers holds vLLM's package unpacked (`vllm/`) or packed (`vllm.txz`), and wheels of
-requirements that are not installed (`wheels/`). The time of a step is the time of 128 more tokens
+The time of a step is the time of 128 more tokens
 per sequence divided by 128, which cancels the prompts. The engine runs in the calling process, as
 cbatch's engine does here: otherwise its kernels could not be listed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import importlib.util
 import json
 import os
 import sys
-import tarfile
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +22,8 @@ import numpy as np
 from bench.gpu.cells import Cell, NotAvailable, Row
 from bench.gpu.environment import Bench
 from bench.gpu.limits import BATCHES, LOGIT_STD, MODEL, MODELS, PROMPT_TOKENS, SAMPLING, config_of
-from bench.gpu.profiled import STEP_KERNELS, STEPS, step_kernels
-from bench.gpu.turns import DeviceTurns
+from bench.gpu.peers import unpack
+from bench.gpu.timing import STEP_KERNELS, STEPS, step_kernels
 
 VLLM = "vllm"
 _ROOT = Path(__file__).parents[2]
@@ -43,25 +39,6 @@ _ENVIRONMENT = {
 }
 
 
-def unpack(peers: Path, to: Path) -> Path:
-    """Return the folder with the package `vllm` and its requirements: `peers`, or `to` after
-    unpacking into it."""
-    if (peers / "vllm").is_dir():
-        return peers
-    with to.with_suffix(".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several parts of a run may unpack at once
-        if (to / "vllm").is_dir():
-            return to
-        part = to.with_suffix(".part")
-        with tarfile.open(peers / "vllm.txz") as packed:
-            packed.extractall(part, filter="tar")
-        for wheel in (peers / "wheels").glob("*.whl"):
-            with zipfile.ZipFile(wheel) as file:
-                file.extractall(part)
-        part.rename(to)
-    return to
-
-
 class Peer:
     """A vLLM engine; `start` must run before the measurements."""
 
@@ -71,10 +48,8 @@ class Peer:
         self._note = ""
 
     def start(self) -> Row:
-        if not self.bench.full or self.bench.peers is None:
-            raise NotAvailable("no GPU, or no --peers")
-        began_s, out = time.perf_counter(), self.bench.out
-        folder = unpack(self.bench.peers, out / "peers")
+        folder, out = unpack(self.bench), self.bench.out
+        began_s = time.perf_counter()
         # Exclude the checkout: vLLM also imports a package named `triton_kernels`.
         sys.path[:] = [str(folder), *(p for p in sys.path if Path(p or ".").resolve() != _ROOT)]
         os.environ |= _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -121,10 +96,7 @@ class Peer:
         began_s = time.perf_counter()
         completions = self.llm.generate(*requests, use_tqdm=False)
         seconds = time.perf_counter() - began_s
-        if (
-            sum(len(completion.outputs[0].token_ids) for completion in completions)
-            != batch * tokens
-        ):
+        if sum(len(each.outputs[0].token_ids) for each in completions) != batch * tokens:
             raise RuntimeError("vLLM generated fewer tokens than requested")
         return seconds
 
@@ -142,10 +114,10 @@ class Peer:
         decoding: set[str] = set()
         while len(decoding) < batch:
             decoding |= {output.request_id for output in engine.step()}
-        kernels = step_kernels(engine.step, _PROFILED_STEPS)
+        row = step_kernels(engine.step, _PROFILED_STEPS)
         while engine.has_unfinished_requests():
             engine.step()
-        return {"kernels": kernels}
+        return row
 
 
 def _set_head_weights(model: Any) -> None:
@@ -157,11 +129,8 @@ def _set_head_weights(model: Any) -> None:
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
-    """Yield the start, which overlaps with our engine's, then measurements after our engine's."""
     peer, labels = Peer(bench), {"model": MODEL, "implementation": VLLM}
-    yield Cell("start", labels | {"what": "start"}, peer.start, timed=False)
-    turns = DeviceTurns(bench.out)
-    yield Cell("turn", labels | {"what": "turn"}, lambda: turns.wait_for("engine"), timed=False)
+    yield Cell("start", labels | {"what": "start"}, peer.start)
     for sampling in SAMPLING:
         for what, function, batches in (
             (STEPS, peer.measure, BATCHES),

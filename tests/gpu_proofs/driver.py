@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_MOST_OF_GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # CUDA's; AMD allows more
+_MAX_OF_GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # CUDA's; AMD allows more
 _DEVICES = itertools.count(1000)  # each recording has caches of its own
 
 
@@ -61,7 +61,7 @@ class _Unlaunched:
         return None
 
     def run(self, x: int, y: int, z: int, *_: object) -> None:
-        for size, limit in zip((x, y, z), _MOST_OF_GRID, strict=True):
+        for size, limit in zip((x, y, z), _MAX_OF_GRID, strict=True):
             if not 0 < size <= limit:
                 raise AssertionError(f"{self._name}: a grid of {(x, y, z)} cannot be launched")
         self._launches.count[self._name] += 1

@@ -73,9 +73,6 @@ LLAMA_8B = model("llama", 128256, (32, 8, 128))
 LLAMA_1B = model("llama", 128256, (32, 8, 64))
 QWEN3_8B = model("qwen3", 151936, (32, 8, 128))
 QWEN3_SMALL = model("qwen3", 151936, (16, 8, 128))
-QWEN2_7B = model("qwen2", 152064, (28, 4, 128))
-QWEN2_SMALL = model("qwen2", 151936, (14, 2, 64))
-SMALL = model("llama", 49152, (9, 3, 64))
 ODD = model("llama", 50257, (12, 12, 64))
 ODD_SMALLER = model("llama", 50000, (6, 2, 64))
 BLOCKS = model("llama", 32000, (16, 4, 64))
@@ -100,31 +97,9 @@ USUAL = (
         kv_cache_dtype="fp8",
     ),
 )
-HEADS = (
+USUAL += (
     Size("an eagle-3 head, 17 slots", LLAMA_1B, LLAMA_1B, 17, 64, 4, head="eagle3"),
     Size("medusa heads, 5 slots", ODD, ODD, 5, 16, 3, budget_tokens=700, head="medusa"),
-)
-USUAL += HEADS
-MORE = (
-    Size("two vocabularies, 16 slots", QWEN2_7B, QWEN2_SMALL, 16, 128, 8),
-    Size("llama, 256 slots", LLAMA_8B, LLAMA_1B, 256, 16, 8, budget_tokens=8192),
-    Size("fp32, 33 slots", SMALL, SMALL, 33, 16, 4, torch.float32),
-    Size("fp32, 17 slots, no draft", SMALL, None, 17, 64, 0, torch.float32),
-    Size("qwen3, 1 slot", QWEN3_8B, QWEN3_SMALL, 1, 16, 6, budget_tokens=512),
-    Size("odd vocabulary, 17 slots", ODD, ODD, 17, 64, 2, torch.bfloat16, 1000),
-    Size("llama, 16 slots, no draft", LLAMA_8B, None, 16, 32),
-    Size("window, 33 slots", WINDOW, WINDOW, 33, 32, 4),
-    Size("lookups, 17 slots, no draft", QWEN3_8B, None, 17, 64, 4),
-    Size(
-        "invariant, 5 slots", QWEN2_7B, QWEN2_SMALL, 5, 16, 2, budget_tokens=600, numerics=INVARIANT
-    ),
-    Size("in blocks, 5 slots", BLOCKS, BLOCKS_BIASED, 5, 16, 2, budget_tokens=600, in_blocks=True),
-    Size(
-        "in blocks and fp32, 3 slots", BLOCKS_BIASED, None, 3, 32, 2, torch.float32, in_blocks=True
-    ),
-    Size("keys in fp8, 17 slots", LLAMA_8B, LLAMA_1B, 17, 16, 3, kv_cache_dtype="fp8"),
-    Size("an eagle-1 head, invariant", SMALL, SMALL, 5, 16, 2, numerics=INVARIANT, head="eagle"),
-    Size("keys in fp8, large pages", QWEN3_8B, QWEN3_SMALL, 5, 64, 2, kv_cache_dtype="fp8"),
 )
 
 
@@ -205,8 +180,3 @@ def device_of(arch: str) -> Iterator[None]:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
         patch.setattr(memory, "arch_of", lambda device: arch)
         yield
-
-
-def is_supported(size: Size, arch: str) -> bool:
-    """Return True if a size is supported. Keys in fp8 are refused where no tile reads them."""
-    return size.kv_cache_dtype == "auto" or arch != "sm_80"

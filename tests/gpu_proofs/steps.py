@@ -189,3 +189,10 @@ class Run:
             for _ in range(steps):
                 self.steps += loop.step() is not None
         self.masked += executor.masked
+
+
+def late(launches: Launches) -> list[str]:
+    """Return what would be compiled while requests wait, and in which phase."""
+    met = ((phase, each) for phase, each in launches.specialisations.values())
+    ahead = ("made", "captured")
+    return [f"{each.name}: first met in {phase}" for phase, each in met if phase not in ahead]

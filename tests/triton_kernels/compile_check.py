@@ -17,7 +17,6 @@ It prints a table, then one JSON line. Seconds are those of one core, 0 for code
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import re
@@ -36,7 +35,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_kernels.build.case import KernelCase
+from tests.triton_kernels.cases import FAMILIES, KernelCase
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -44,18 +43,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FAMILIES = {  # and the module with the `cases` of each
-    "activation": "layers.activation",
-    "attention": "attention",
-    "dense": "products.dense",
-    "kv_write": "layers.kv_write",
-    "norm": "layers.norm",
-    "quantised": "products.quantised",
-    "sample": "sampling",
-    "slots": "slots",
-    "verify_logits": "verification.kernel",
-}
-MOST_CODE_BYTES = 128 << 10  # of one kernel: an H100's instruction cache
+MAX_CODE_BYTES = 128 << 10  # of one kernel: an H100's instruction cache
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -85,7 +73,7 @@ class Findings(NamedTuple):
             problems.append(f"{self.registers} registers, {limits.registers} allowed")
         if self.shared_bytes > limits.shared_bytes:
             problems.append(f"{self.shared_bytes} bytes shared, {limits.shared_bytes} allowed")
-        if self.code_bytes > MOST_CODE_BYTES:
+        if self.code_bytes > MAX_CODE_BYTES:
             problems.append(f"{self.code_bytes} bytes of code")
         if case.wgmma and self.target == "sm_90" and not self.wgmmas:
             problems.append("no wgmma")
@@ -101,8 +89,7 @@ class Findings(NamedTuple):
 
 
 def all_cases(families: Iterable[str] = FAMILIES) -> list[KernelCase]:
-    modules = (importlib.import_module(f"triton_kernels.{FAMILIES[name]}") for name in families)
-    return [case for module in modules for case in module.cases()]
+    return [case for family in families for case in FAMILIES[family]()]
 
 
 def check(case: KernelCase, target: str) -> Findings:

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from tests.triton_kernels import compile_check
+from tests.triton_kernels.cases import CaseLimits, KernelCase
 from tests.triton_kernels.compile_check import Findings, all_cases, check, main
-from triton_kernels.build.case import CaseLimits, KernelCase
 
 KINDS = {
     (c.name, c.wgmma, c.tma, c.constexprs.get("FOLDS")): c

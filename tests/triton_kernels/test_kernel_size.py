@@ -12,9 +12,9 @@ from cbatch.runtime.model.checkpoint import open_checkpoint
 from tests.gpu_proofs.driver import Specialisation, recording
 from tests.gpu_proofs.sizes import LLAMA_1B, LLAMA_8B, Size
 from tests.gpu_proofs.steps import Run
-from tests.triton_kernels.compile_check import MOST_CODE_BYTES, TARGETS, code_bytes
+from tests.triton_kernels.compile_check import MAX_CODE_BYTES, TARGETS, code_bytes
 
-MOST_KERNELS = 40
+MAX_KERNELS = 40
 
 
 def size(name: str) -> Size:
@@ -54,8 +54,8 @@ def built(specialisation: Specialisation) -> int:
 @pytest.mark.parametrize("name", ["8B with a draft", "8B with lookups", "8B", "demo pair"])
 def test_a_start_has_few_kernels_and_none_is_large(name: str) -> None:
     kernels = launched(name)
-    assert 10 < len(kernels) <= MOST_KERNELS
-    large = {each.name: built(each) for each in kernels if built(each) > MOST_CODE_BYTES}
+    assert 10 < len(kernels) <= MAX_KERNELS
+    large = {each.name: built(each) for each in kernels if built(each) > MAX_CODE_BYTES}
     assert large == {}
 
 

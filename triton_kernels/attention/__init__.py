@@ -15,7 +15,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_kernels.attention.cases import cases
 from triton_kernels.attention.kernel import attention_kernel
 from triton_kernels.attention.reference import attention_reference
 from triton_kernels.attention.table import arch_of, resident_programs, tile_for
@@ -40,7 +39,6 @@ __all__ = [
     "attention_reference",
     "balanced_partials",
     "block_tokens",
-    "cases",
     "plan",
     "resident_programs",
     "tile_for",

@@ -15,6 +15,8 @@ import torch
 
 from triton_kernels.attention.work_items import Heads, Tile
 
+SPLIT_TOKENS = 1024
+INVARIANT_ROWS = 64  # rows of the tile that batch-invariant attention uses for all query lengths
 PATH = Path(__file__).with_name("tiles.json")
 
 

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 from triton_kernels.build.hopper import is_hopper, launch_options
 from triton_kernels.build.jit import jit
 
@@ -18,7 +17,7 @@ NUM_WARPS = 4
 
 
 @jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def silu_mul_kernel(gate_up_ptr, out_ptr, width, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -45,7 +44,7 @@ def silu_mul(gate_up: Tensor, *, early: bool = False) -> Tensor:
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         grid, early = (rows, triton.cdiv(width, BLOCK)), early and is_hopper()
-        _silu_mul_kernel[grid](
+        silu_mul_kernel[grid](
             gate_up, out, width, gate_up.stride(0), BLOCK=BLOCK, EARLY=early,
             num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True, **launch_options(early),
         )  # fmt: skip
@@ -56,19 +55,3 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """Compute `silu_mul` in plain torch."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
-
-
-def cases() -> list[KernelCase]:
-    return [
-        case_of(
-            "silu_mul",
-            f"block={BLOCK}",
-            _silu_mul_kernel,
-            {"BLOCK": BLOCK, "EARLY": False},
-            CaseLimits(48, 1 << 10),
-            num_warps=NUM_WARPS,
-            types={"gate_up_ptr": "*bf16", "out_ptr": "*bf16"},
-            divisible=("width", "stride"),
-            wide_loads=True,
-        )
-    ]

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
 from triton_kernels.build.check import check_tensor
 from triton_kernels.build.hopper import is_hopper, launch_options
 from triton_kernels.build.jit import jit
@@ -169,31 +168,3 @@ def _check(
             raise ValueError(f"{name}: strides {pages.stride()}; give those of k_pages, the last 1")
         if pages.dtype != k_pages.dtype or pages.dtype not in (fused.dtype, *_MAX_FP8):
             raise ValueError(f"{name}: {pages.dtype}; give {fused.dtype} or an fp8 type")
-
-
-def cases() -> list[KernelCase]:
-    """Return cases for Llama-3.1-8B and Qwen3-8B (norms), and for a pool in fp8."""
-    return [
-        _case("bf16", None, False, TARGETS),
-        _case("bf16", None, True, TARGETS),
-        _case("bf16", "fp8e4nv", True, ("sm_90", "sm_100")),
-    ]
-
-
-def _case(dtype: str, kv: str | None, norm: bool, targets: tuple[str, ...]) -> KernelCase:
-    pointers = {"fused": dtype, "k": kv or dtype, "v": kv or dtype, "cos_sin": "fp32"}
-    pointers |= {"weight": "fp32"} if norm else {}
-    types = {f"{name}_ptr": f"*{pointee}" for name, pointee in pointers.items()}
-    constexprs: dict[str, object] = {} if norm else {"weight_ptr": None}
-    constexprs |= {"GROUP": 4, "ROLES": 8, "HEAD_DIM": 128, "BLOCK_DIM": 128, "PAGE": 16}
-    return case_of(
-        "kv_write",
-        f"{dtype}{f'/{kv}' if kv else ''} d128 g4{' norm' if norm else ''}",
-        kv_write_kernel,
-        constexprs | {"MOST": 448.0 if kv else None, "EARLY": False},
-        CaseLimits(registers=128, shared_bytes=16 << 10),
-        num_warps=2,
-        types=types | dict.fromkeys(("eps", "k_scale", "v_scale"), "fp32"),
-        divisible=("stride_token", "stride_page", "stride_slot", "stride_kv_head"),
-        targets=targets,
-    )

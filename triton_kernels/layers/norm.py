@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 from triton_kernels.build.hopper import is_hopper, launch_options
 from triton_kernels.build.jit import jit
 
@@ -17,7 +16,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @jit
-def _norm_kernel(
+def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, x_stride, residual_stride,
     ADDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +53,7 @@ def rms_norm(
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
         block, early = triton.next_power_of_2(width), early and is_hopper()
-        _norm_kernel[(rows,)](
+        norm_kernel[(rows,)](
             x, residual, weight, out, width, eps, x.stride(0),
             0 if residual is None else residual.stride(0), ADDS=residual is not None, BLOCK=block,
             EARLY=early, num_warps=num_warps(block), num_stages=1, enable_fp_fusion=True,
@@ -96,23 +95,3 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
                 f"{name}: {tensor.dtype} {list(tensor.shape)} does not fit; give "
                 f"{', '.join(DTYPES.values())} in the shape of x [T, n], elements side by side"
             )
-
-
-def cases() -> list[KernelCase]:
-    """Return cases for the widths of supported models; the residual has the same type."""
-    return [_case(width, adds) for width in (1024, 4096, 8192) for adds in (False, True)]
-
-
-def _case(width: int, adds: bool) -> KernelCase:
-    pointers = ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr")
-    return case_of(
-        "rms_norm",
-        f"n={width}{' add' if adds else ''}",
-        _norm_kernel,
-        {"ADDS": adds, "BLOCK": width, "EARLY": False},
-        CaseLimits(56, 1 << 10),
-        num_warps=num_warps(width),
-        types=dict.fromkeys(pointers, "*bf16") | {"eps": "fp32"},
-        divisible=("width", "x_stride", "residual_stride"),
-        wide_loads=True,
-    )

@@ -12,9 +12,8 @@ The cost: a few rows still use tiles of 64 rows, and a narrow product does not f
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_kernels.build.case import TARGETS, CaseLimits, KernelCase, case_of
 from triton_kernels.build.hopper import has_large_tiles
 from triton_kernels.build.jit import jit
 
@@ -38,8 +36,8 @@ class ProductTile(NamedTuple):
 
 
 MANY_ROWS = 256
-_STAGES, _STAGES_OF_AMD = 4, 2
-_BAND = 16  # blocks of rows that are computed before the next weights
+STAGES, AMD_STAGES = 4, 2
+BAND = 16  # blocks of rows that are computed before the next weights
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -111,7 +109,7 @@ def tile_of(dtype: torch.dtype, num_outs: int, *, described: bool, num_rows: int
     outs = next(outs for least, outs in ((32768, 128), (8192, 64), (0, 32)) if num_outs >= least)
     if described:
         return ProductTile(64, outs, 64, 4, *{128: (4, 2), 64: (4, 3), 32: (8, 2)}[outs])
-    stages = _STAGES_OF_AMD if torch.version.hip else _STAGES
+    stages = AMD_STAGES if torch.version.hip else STAGES
     return ProductTile(64, outs, 64, 8 if outs == 128 else 4, stages)
 
 
@@ -147,7 +145,7 @@ def dense(
         )
         described_kernel[(min(tiles, tile.programs * processors),)](
             *pair, bias, out, num_rows, num_outs, num_columns, out.stride(0), ROWS=tile.rows,
-            OUTS=tile.outs, COLUMNS=tile.columns, BAND=_BAND, FLATTEN=tile.flatten,
+            OUTS=tile.outs, COLUMNS=tile.columns, BAND=BAND, FLATTEN=tile.flatten,
             num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         return
@@ -172,40 +170,3 @@ def keeps_bits(product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     whole = product(x)
     parts = [slice(0, 1), slice(0, 17), slice(0, 64), slice(5, 6), slice(61, 70), slice(3, None)]
     return all(torch.equal(product(x[part]), whole[part]) for part in parts)
-
-
-def cases() -> list[KernelCase]:
-    """Return 16-bit cases with and without bias, for all tiles; fp32 does not use tensor cores."""
-    cases_found = []
-    for num_outs, biased in itertools.product((4096, 8192, 32768), (False, True)):
-        for targets, stages in ((TARGETS[:3], _STAGES), (TARGETS[3:], _STAGES_OF_AMD)):
-            tile = tile_of(torch.bfloat16, num_outs, described=False, num_rows=1)
-            cases_found.append(_case(tile._replace(num_stages=stages), biased, targets))
-        for num_rows in (1, MANY_ROWS):
-            tile = tile_of(torch.bfloat16, num_outs, described=True, num_rows=num_rows)
-            cases_found.append(_case(tile, biased, ("sm_90", "sm_100")))
-    return list({(case.config, *case.limits): case for case in cases_found}.values())
-
-
-def _case(tile: ProductTile, biased: bool, targets: tuple[str, ...]) -> KernelCase:
-    made: dict[str, Any] = {"ROWS": tile.rows, "OUTS": tile.outs, "COLUMNS": tile.columns}
-    made |= {"BAND": _BAND, "FLATTEN": tile.flatten} if tile.programs else {"EVEN": True}
-    made |= {} if biased else {"bias_ptr": None}
-    types = {f"{name}_ptr": "*bf16" for name in ("x", "weight", "bias", "out")}
-    types |= {"x": f"tensordesc<bf16[{tile.rows},{tile.columns}]>"}
-    types |= {"weight": f"tensordesc<bf16[{tile.outs},{tile.columns}]>"}
-    return case_of(
-        "dense",
-        f"bf16 {tile.rows}x{tile.outs}{' bias' if biased else ''}{' tma' * (tile.programs > 0)}",
-        described_kernel if tile.programs else dense_kernel,
-        made,
-        CaseLimits(registers=216, shared_bytes=(227 << 10) // max(tile.programs, 1) - 1024),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        types=types,
-        divisible=("num_outs", "num_columns", "stride_x", "stride_out"),
-        targets=targets,
-        wgmma=True,
-        wide_loads=not biased,  # a bias is a vector
-        tma=tile.programs > 0,
-    )

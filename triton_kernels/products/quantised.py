@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 from triton_kernels.build.jit import jit
 
 GROUP = 32
 _GROUP = tl.constexpr(GROUP)
-_ROWS, _OUTS, _COLUMNS, _NUM_WARPS = 64, 64, 64, 4
+ROWS, OUTS, COLUMNS, NUM_WARPS = 64, 64, 64, 4
 
 
 class Packed(NamedTuple):
@@ -100,17 +99,17 @@ def quantised(x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor) -> No
         raise ValueError(f"weight.codes: {list(weight.codes.shape)} for {[num_outs, num_columns]}")
     if x.shape[1] != num_columns or x.stride(1) != 1:
         raise ValueError(f"x: {list(x.shape)}; give [T, {num_columns}], elements side by side")
-    if num_columns % _COLUMNS:
-        raise ValueError(f"weight: {num_columns} columns; give a multiple of {_COLUMNS}")
+    if num_columns % COLUMNS:
+        raise ValueError(f"weight: {num_columns} columns; give a multiple of {COLUMNS}")
     if tuple(out.shape) != (len(x), num_outs) or out.stride(1) != 1 or out.dtype != x.dtype:
         raise ValueError(f"out: {out.dtype} {list(out.shape)}; give {x.dtype} {[len(x), num_outs]}")
     if not len(x):
         return
-    programs = triton.cdiv(len(x), _ROWS) * triton.cdiv(num_outs, _OUTS)
+    programs = triton.cdiv(len(x), ROWS) * triton.cdiv(num_outs, OUTS)
     quantised_kernel[(programs,)](
         x, weight.codes, weight.scales, weight.offsets, bias, out, len(x), num_outs, num_columns,
-        x.stride(0), out.stride(0), PAIRS=pairs, ROWS=_ROWS, OUTS=_OUTS, COLUMNS=_COLUMNS,
-        num_warps=_NUM_WARPS, num_stages=_num_stages(), enable_fp_fusion=False,
+        x.stride(0), out.stride(0), PAIRS=pairs, ROWS=ROWS, OUTS=OUTS, COLUMNS=COLUMNS,
+        num_warps=NUM_WARPS, num_stages=_num_stages(), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -139,7 +138,7 @@ def pack(kind: str, rows: Tensor) -> Packed | None:
     """Pack blocks of a GGUF type, uint8 [N, bytes of a row]; None if the type or width has no
     kernel."""
     sizes = {"Q4_0": (2, 18), "Q4_1": (4, 20), "Q8_0": (2, 34)}
-    if kind not in sizes or (rows.shape[1] // sizes[kind][1]) * GROUP % _COLUMNS:
+    if kind not in sizes or (rows.shape[1] // sizes[kind][1]) * GROUP % COLUMNS:
         return None
     head, size = sizes[kind]
     blocks = rows.reshape(len(rows), -1, size)
@@ -152,33 +151,3 @@ def pack(kind: str, rows: Tensor) -> Packed | None:
         codes = (every[..., 0::2] | every[..., 1::2] << 4).flatten(1)
     offsets = halves[..., 1].contiguous() if kind == "Q4_1" else None
     return Packed(codes.contiguous(), halves[..., 0].contiguous(), offsets)
-
-
-def cases() -> list[KernelCase]:
-    cases_found = []
-    for config, codes, offsets in (
-        ("4 bits", "u8", True),
-        ("4 bits", "u8", False),
-        ("8", "i8", False),
-    ):
-        made = {"PAIRS": codes == "u8", "ROWS": _ROWS, "OUTS": _OUTS, "COLUMNS": _COLUMNS}
-        made |= {"bias_ptr": None} | ({} if offsets else {"offsets_ptr": None})
-        types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "codes_ptr": f"*{codes}"}
-        types |= {"scales_ptr": "*fp16", "offsets_ptr": "*fp16"}
-        for targets, stages in ((("sm_80", "sm_90", "sm_100"), 3), (("gfx942",), 2)):
-            case = case_of(
-                "quantised",
-                f"{config}{' offsets' if offsets else ''}",
-                quantised_kernel,
-                made,
-                CaseLimits(registers=255, shared_bytes=64 << 10),
-                num_warps=_NUM_WARPS,
-                num_stages=stages,
-                types=types,
-                divisible=("num_outs", "num_columns", "stride_x", "stride_out"),
-                targets=targets,
-                wgmma=True,
-                fp_fusion=False,
-            )
-            cases_found.append(case)
-    return cases_found

@@ -9,8 +9,6 @@ device functions that they share. `mask` forbids tokens before all of these.
 
 from __future__ import annotations
 
-from triton_kernels.build.case import KernelCase
-from triton_kernels.sampling import launch, mask
 from triton_kernels.sampling.inputs import (
     COUPLED,
     GREEDY,
@@ -41,12 +39,7 @@ __all__ = [
     "Rows",
     "LogitsShaping",
     "Tiling",
-    "cases",
     "draw",
     "rows_of",
     "sample",
 ]
-
-
-def cases() -> list[KernelCase]:
-    return launch.cases() + mask.cases()

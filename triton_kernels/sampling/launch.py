@@ -8,11 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from triton_kernels.build import case as build_case
-from triton_kernels.build.case import CaseLimits, KernelCase
 from triton_kernels.build.check import check_fields, check_tensor
 from triton_kernels.build.hopper import is_hopper
-from triton_kernels.sampling import inputs as r
 from triton_kernels.sampling import scan
 from triton_kernels.sampling.distributions import distributions_kernel
 from triton_kernels.sampling.inputs import Distributions, LogitsBatch, Overlay
@@ -236,61 +233,3 @@ def check(batch: LogitsBatch) -> None:
     shaping_fields["plain"] = (i32, (count, triton.cdiv(vocab, 32)))
     shaping_fields["bias"], shaping_fields["penalties"] = (f32, (count, width)), (f32, (count, 3))
     check_fields("shaping", shaping, shaping_fields)
-
-
-def cases() -> list[KernelCase]:
-    """Return the cases for bf16 logits."""
-    tile = {"PIECES": TILING.pieces, "PIECE": TILING.piece}
-    row = tile | {"TILES": 64, "ALL_PIECES": 64 * TILING.pieces}
-    row |= {"CHUNK": TILING.chunk, "LIST": TILING.list_tokens}
-    return [
-        case_of("sample_shape", "listed tokens", shape_kernel, tile, TILING.shape),
-        case_of("sample_scan", "tiles", scan_kernel, tile, TILING.scan),
-        case_of("sample_distributions", "rows", distributions_kernel, row, TILING.distributions),
-    ]
-
-
-def case_of(
-    name: str,
-    config: str,
-    kernel: Any,
-    constexprs: dict[str, Any],
-    build: CompileOptions,
-    **types: Any,
-) -> KernelCase:
-    """Return a case of a kernel. `types` has the arguments that are not part of a batch."""
-    return build_case.case_of(
-        name,
-        config,
-        kernel,
-        constexprs,
-        LIMITS[name],
-        num_warps=build.num_warps,
-        types=_TYPES | types,
-        divisible=("vocab", "stride", "q_stride", "list_width", "logits_step", "q_step"),
-        fp_fusion=False,
-        maxnreg=build.registers,
-    )
-
-
-LIMITS = {
-    "sample_shape": CaseLimits(128, 32 << 10),
-    "sample_scan": CaseLimits(112, 4 << 10),
-    "sample_distributions": CaseLimits(128, 24 << 10),
-    "verify_decide": CaseLimits(184, 4 << 10),
-    "verify_residual": CaseLimits(104, 4 << 10),
-    "verify_coins": CaseLimits(64, 1 << 10),
-    "verify_finish": CaseLimits(32, 1 << 10),
-}
-_ROWS = r.Rows("*i32", "*i32")
-_REQUESTS = r.Requests("*i32", "*fp32", "*i32", "*fp32", "*fp32")
-_NOISE, _DRAFTS = r.Noise(*["*i64"] * 3), r.DraftTokens(*["*i32"] * 3)
-DISTRIBUTION_TYPES = Distributions("*fp32", "*i64", "*i32")
-_TYPES: dict[str, Any] = {
-    "batch": LogitsBatch("*bf16", _ROWS, _REQUESTS, _NOISE, _DRAFTS, None),
-    "shaping": r.LogitsShaping(*["*i32"] * 8)._replace(bias="*fp32", penalties="*fp32"),
-    "overlay": Overlay("*i32", "*fp32"),
-    "scanned": Scanned("*fp32", "*i64", "*fp32", "*fp32"),
-    "scratch": Scratch("*i32", "*i64"),
-    "dists": DISTRIBUTION_TYPES,
-}

@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 from triton_kernels.build.jit import jit
 from triton_kernels.sampling.order import lowest_of
 
 HEAD_WORDS = 2  # slot, and number of drafts before the row
 _HEAD = tl.constexpr(HEAD_WORDS)
-_BLOCK = 2048
-_NUM_WARPS = 4
-_LIMITS = CaseLimits(registers=64, shared_bytes=1 << 10)
+BLOCK = 2048
+NUM_WARPS = 4
 
 
 @jit
@@ -57,9 +55,9 @@ def mask_logits(logits: Tensor, rows: Tensor, starts: Tensor, counts: Tensor) ->
     if rows.shape[1] != words_of(vocab):
         raise ValueError(f"rows: {rows.shape[1]} words do not hold bits of {vocab} tokens")
     if len(rows):
-        mask_kernel[(len(rows), triton.cdiv(vocab, _BLOCK))](
-            rows, logits, starts, counts, vocab, logits.stride(0), rows.shape[1], BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS, num_stages=1, enable_fp_fusion=True,
+        mask_kernel[(len(rows), triton.cdiv(vocab, BLOCK))](
+            rows, logits, starts, counts, vocab, logits.stride(0), rows.shape[1], BLOCK=BLOCK,
+            num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -71,20 +69,3 @@ def mask_reference(logits: Tensor, rows: Tensor, starts: Tensor, counts: Tensor)
             row = logits[int(starts[slot]) + depth]
             bits = torch.tensor(words)[ids // 32] >> (ids % 32) & 1
             row[(bits == 0) & row.isfinite()] = lowest
-
-
-def cases() -> list[KernelCase]:
-    types = {"logits_ptr": "*bf16"}
-    divisible = ("vocab", "stride")
-    return [
-        case_of(
-            "sample_mask",
-            f"block={_BLOCK}",
-            mask_kernel,
-            {"BLOCK": _BLOCK},
-            _LIMITS,
-            num_warps=_NUM_WARPS,
-            types=types,
-            divisible=divisible,
-        )  # fmt: skip
-    ]

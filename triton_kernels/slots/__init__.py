@@ -5,14 +5,3 @@ draft and target for a plan. `guesses` takes drafts from lookups on the host. `a
 results of a step. The reference is the bookkeeping of `cbatch.runtime.cpu.executor`: tests compare
 whole steps.
 """
-
-from __future__ import annotations
-
-from triton_kernels.build.case import KernelCase
-from triton_kernels.slots import advance, draft_batch, guesses, state, target_batch
-
-
-def cases() -> list[KernelCase]:
-    return [
-        c for module in (state, target_batch, draft_batch, guesses, advance) for c in module.cases()
-    ]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.build.case import KernelCase, case_of
 from triton_kernels.build.jit import jit
-from triton_kernels.slots.state import DRAFTING, LIMITS, NEW_TOKENS, STATE_TYPES, WANTS, SlotState
-from triton_kernels.slots.target_batch import IDLE, MISFIT, RUNS, TARGET_TYPES, TargetLayout
+from triton_kernels.slots.state import DRAFTING, NEW_TOKENS, WANTS, SlotState
+from triton_kernels.slots.target_batch import IDLE, MISFIT, RUNS, TargetLayout
 from triton_kernels.verification.kernel import VerifyOutput
 
 # Fields of a slot's row of the result, before the tokens that the slot emitted.
@@ -23,9 +20,9 @@ _AT_STATUS, _AT_DRAFTED, _AT_ACCEPTED, _AT_EMITTED, _AT_DRAFT_KV, _AT_TOKENS = m
     tl.constexpr, range(6)
 )
 _OK, _NON_FINITE, _DRAFT_NON_FINITE, _DOES_NOT_FIT = map(tl.constexpr, range(4))
-_LANES = 256
-_SLOTS = 64
-_NUM_WARPS = 2
+LANES = 256
+SLOTS_A_TIME = 64
+NUM_WARPS = 2
 
 
 @jit
@@ -150,26 +147,13 @@ def advance(
     slots = len(state.num_tokens)
     if result.dim() != 2 or result.shape[0] != slots or result.shape[1] <= NUM_FIELDS:
         raise ValueError(f"result: {list(result.shape)}; give [{slots}, more than {NUM_FIELDS}]")
-    advance_kernel[(triton.cdiv(slots, _SLOTS),)](
+    advance_kernel[(triton.cdiv(slots, SLOTS_A_TIME),)](
         state, layout, decision, broken, next_draft_kv, result, slots, state.tokens.shape[1],
-        result.shape[1], DECIDED=decision is not None, SLOTS=_SLOTS, num_warps=_NUM_WARPS,
+        result.shape[1], DECIDED=decision is not None, SLOTS=SLOTS_A_TIME, num_warps=NUM_WARPS,
         num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     if shaped and decision is not None:
         count_kernel[(slots,)](
             state.shaping, result, state.listed.shape[1], state.plain.shape[1], result.shape[1],
-            LANES=_LANES, num_warps=_NUM_WARPS, num_stages=1, enable_fp_fusion=True,
+            LANES=LANES, num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
-
-
-def cases() -> list[KernelCase]:
-    types = {"state": STATE_TYPES, "layout": TARGET_TYPES, "decision": VerifyOutput(*["*i32"] * 3)}
-    case = partial(case_of, limits=LIMITS, num_warps=_NUM_WARPS)
-    made = {"DECIDED": True, "SLOTS": _SLOTS}
-    no_logits = made | {"DECIDED": False, "decision": None}
-    counted = {"shaping": STATE_TYPES.shaping}
-    return [
-        case("slots_advance", "decided", advance_kernel, made, types=types),
-        case("slots_advance", "no logits", advance_kernel, no_logits, types=types),
-        case("slots_count", f"{_LANES} entries", count_kernel, {"LANES": _LANES}, types=counted),
-    ]

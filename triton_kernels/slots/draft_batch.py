@@ -10,22 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.build.case import KernelCase, case_of
 from triton_kernels.build.check import check_tensor
 from triton_kernels.build.jit import jit
 from triton_kernels.slots.state import (
     CATCH_UP,
-    LIMITS,
     NEW_TOKENS,
     NUM_DRAFTS,
-    STATE_TYPES,
     WANTS,
     SlotState,
 )
-from triton_kernels.slots.target_batch import LANES, NUM_WARPS, batch_cases, owners_of, store_tokens
+from triton_kernels.slots.target_batch import LANES, NUM_WARPS, owners_of, store_tokens
 
-_ROWS = 64
-_TAKE_WARPS = 2
+ROWS = 64
+TAKE_WARPS = 2
 
 
 class DraftLayout(NamedTuple):
@@ -69,9 +66,6 @@ class DraftLayout(NamedTuple):
             zeros(slots, dtype=torch.int64),
             zeros((rows + slots) * max_drafts),
         )
-
-
-LAYOUT_TYPES = DraftLayout(*["*i32"] * len(DraftLayout._fields))._replace(noise_positions="*i64")
 
 
 @jit(do_not_specialize=["max_tokens", "max_rows", "max_token"])
@@ -208,18 +202,8 @@ def take_drafts(
     check_tensor("drawn", drawn, torch.int32, (len(layout.row_slots) * max_drafts, 2))
     if num_rows > len(layout.row_slots):
         raise ValueError(f"num_rows: {num_rows}, layout for {len(layout.row_slots)}")
-    take_drafts_kernel[(triton.cdiv(num_rows, _ROWS),)](
+    take_drafts_kernel[(triton.cdiv(num_rows, ROWS),)](
         drawn, state, layout, num_rows, slots, depth, state.tokens.shape[1],
-        state.blocks.shape[1], max_drafts, max_token, PAGE=block_size, ROWS=_ROWS,
-        num_warps=_TAKE_WARPS, num_stages=1, enable_fp_fusion=True,
+        state.blocks.shape[1], max_drafts, max_token, PAGE=block_size, ROWS=ROWS,
+        num_warps=TAKE_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def cases() -> list[KernelCase]:
-    types = {"state": STATE_TYPES, "layout": LAYOUT_TYPES}
-    batches = batch_cases("slots_draft_batch", draft_batch_kernel, types)
-    made, config = {"PAGE": 16, "ROWS": _ROWS}, f"{_ROWS} rows"
-    taken = case_of(
-        "slots_take", config, take_drafts_kernel, made, LIMITS, num_warps=_TAKE_WARPS, types=types
-    )
-    return [*batches, taken]

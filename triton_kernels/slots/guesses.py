@@ -7,21 +7,18 @@ slot has no drafts.
 
 from __future__ import annotations
 
-from functools import partial
-
 import triton
 import triton.language as tl
 
-from triton_kernels.build.case import KernelCase, case_of
 from triton_kernels.build.jit import jit
-from triton_kernels.slots.draft_batch import LAYOUT_TYPES, DraftLayout
-from triton_kernels.slots.state import LIMITS, LOOKED_UP, STATE_TYPES, SlotState
+from triton_kernels.slots.draft_batch import DraftLayout
+from triton_kernels.slots.state import LOOKED_UP, SlotState
 
 # Words at the head of a slot's field `guess`: number of guessed tokens, and of tokens before them.
 HEAD_WORDS = 2
 _HEAD = tl.constexpr(HEAD_WORDS)
-_SLOTS = 64
-_NUM_WARPS = 2
+SLOTS_A_TIME = 64
+NUM_WARPS = 2
 
 
 @jit
@@ -74,16 +71,7 @@ def take_guesses(state: SlotState, layout: DraftLayout, *, max_drafts: int, alon
         raise ValueError(f"layout: allocate it for {slots} slots of {max_drafts} drafts")
     if state.guess.shape[1] < HEAD_WORDS + max_drafts:
         raise ValueError(f"state.guess: {state.guess.shape[1]} words do not hold a guess")
-    guess_kernel[(triton.cdiv(slots, _SLOTS),)](
+    guess_kernel[(triton.cdiv(slots, SLOTS_A_TIME),)](
         state, layout, slots, state.tokens.shape[1], state.guess.shape[1], max_drafts,
-        ALONE=alone, SLOTS=_SLOTS, num_warps=_NUM_WARPS, num_stages=1, enable_fp_fusion=True,
+        ALONE=alone, SLOTS=SLOTS_A_TIME, num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def cases() -> list[KernelCase]:
-    types = {"state": STATE_TYPES, "layout": LAYOUT_TYPES}
-    case = partial(case_of, limits=LIMITS, num_warps=_NUM_WARPS, types=types)
-    return [
-        case("slots_guesses", config, guess_kernel, {"ALONE": alone, "SLOTS": _SLOTS})
-        for config, alone in (("alone", True), ("with a model", False))
-    ]

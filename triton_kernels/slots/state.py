@@ -14,15 +14,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.build.case import CaseLimits, KernelCase, case_of
 from triton_kernels.build.jit import jit
 from triton_kernels.sampling.inputs import GREEDY, LogitsShaping
 
 _ALIGN_WORDS = 32
-_BLOCK = 1024
-_NUM_WARPS = 4
+BLOCK = 1024
+NUM_WARPS = 4
 RUN_WORDS = 4096  # most words of a run of `SlotUpdate.put`; one program copies it
-LIMITS = CaseLimits(registers=128, shared_bytes=4 << 10)
 
 
 class ArenaSizes(NamedTuple):
@@ -114,12 +112,6 @@ class SlotState(NamedTuple):
         return LogitsShaping(*(getattr(self, name) for name in LogitsShaping._fields))
 
 
-_FLOATS = dict.fromkeys(("temperatures", "top_p", "min_p", "bias", "penalties"), "*fp32")
-STATE_TYPES = SlotState(*["*i32"] * len(SlotState._fields))._replace(
-    **_FLOATS, keys="*i64", choices="*i64"
-)
-
-
 class FieldPlace(NamedTuple):
     """The place of a field, in words: slot s has it at `offset + s * stride`."""
 
@@ -187,13 +179,6 @@ def apply(inbox: Tensor, words: Tensor, first_run: int, num_runs: int) -> None:
         raise ValueError(f"inbox: {len(inbox)} words do not hold {first_run + num_runs} runs")
     if num_runs:
         apply_kernel[(num_runs,)](
-            inbox, words, first_run, BLOCK=_BLOCK, num_warps=_NUM_WARPS, num_stages=1,
+            inbox, words, first_run, BLOCK=BLOCK, num_warps=NUM_WARPS, num_stages=1,
             enable_fp_fusion=True,
         )  # fmt: skip
-
-
-def cases() -> list[KernelCase]:
-    block = {"BLOCK": _BLOCK}
-    return [
-        case_of("slots_apply", f"block={_BLOCK}", apply_kernel, block, LIMITS, num_warps=_NUM_WARPS)
-    ]

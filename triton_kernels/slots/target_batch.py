@@ -7,18 +7,16 @@ some of the tokens, and computes for itself which rows they belong to.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.build.case import KernelCase, case_of
 from triton_kernels.build.jit import jit
 from triton_kernels.sampling import inputs as rows_module
-from triton_kernels.slots.state import DRAFTING, LIMITS, NEW_TOKENS, STATE_TYPES, WANTS, SlotState
+from triton_kernels.slots.state import DRAFTING, NEW_TOKENS, WANTS, SlotState
 
 IDLE = tl.constexpr(0)  # no row, failed, or at its end
 RUNS = tl.constexpr(1)
@@ -61,9 +59,6 @@ class TargetLayout(NamedTuple):
             *(zeros(slots) for _ in range(4)),
             zeros(slots, dtype=torch.int64),
         )
-
-
-TARGET_TYPES = TargetLayout(*["*i32"] * (len(TargetLayout._fields) - 1), "*i64")
 
 
 @jit
@@ -165,17 +160,3 @@ def make_target_batch(
         BLOCK_SLOTS=max(16, triton.next_power_of_2(slots)), PAGE=block_size, LANES=LANES,
         num_warps=NUM_WARPS, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def cases() -> list[KernelCase]:
-    types = {"state": STATE_TYPES, "layout": TARGET_TYPES}
-    return batch_cases("slots_target_batch", target_batch_kernel, types)
-
-
-def batch_cases(name: str, kernel: Any, types: dict[str, Any]) -> list[KernelCase]:
-    made = {"PAGE": 16, "LANES": LANES}
-    case = partial(case_of, limits=LIMITS, num_warps=NUM_WARPS, types=types)
-    return [
-        case(name, f"{slots} slots", kernel, made | {"BLOCK_SLOTS": slots})
-        for slots in (16, 64, 1024)
-    ]

@@ -15,7 +15,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.build.case import KernelCase
 from triton_kernels.build.check import check_fields, check_tensor
 from triton_kernels.build.jit import jit
 from triton_kernels.noise import device as noise_device
@@ -28,7 +27,7 @@ from triton_kernels.verification import residual
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
 ROWS = 8  # rows of a request that a program handles at a time
-_DECIDE, _ONE_WARP = CompileOptions(4), CompileOptions(1)
+DECIDE, ONE_WARP = CompileOptions(4), CompileOptions(1)
 
 
 class VerifyOutput(NamedTuple):
@@ -161,10 +160,10 @@ def verify_logits(
         "has_dists": int(filtered),
         "ROWS": ROWS,
     }
-    launch.launch(decide_kernel, (count,), kernel_args, _DECIDE)
+    launch.launch(decide_kernel, (count,), kernel_args, DECIDE)
     if proposals is not None:
         kernel_args |= residual.draw_tokens(kernel_args, proposals, count)
-        launch.launch(finish_kernel, (count,), kernel_args, _ONE_WARP)
+        launch.launch(finish_kernel, (count,), kernel_args, ONE_WARP)
     return decision
 
 
@@ -180,24 +179,3 @@ def _check_proposals(batch: LogitsBatch, proposals: Proposals | None) -> None:
         )
     if (proposals.listed is None) != (batch.shaping is None):
         raise ValueError("proposals.listed: give it where logits are shaped, and only there")
-
-
-def cases() -> list[KernelCase]:
-    """Return the cases for bf16 logits."""
-    tiles = {"TILES": 64}
-    types = {
-        "decision": VerifyOutput(*["*i32"] * 3),
-        "q_dists": launch.DISTRIBUTION_TYPES,
-        "keys_ptr": "*i64",
-        "q_listed_ptr": "*fp32",
-        "q_logits_ptr": "*bf16",
-    }
-    tile = {"PIECES": TILING.pieces, "PIECE": TILING.piece}
-    return [
-        launch.case_of(name, config, kernel, made, build, **types)
-        for name, config, kernel, made, build in (
-            ("verify_decide", "requests", decide_kernel, tiles | {"ROWS": ROWS}, _DECIDE),
-            ("verify_residual", "tiles", residual.residual_kernel, tile, TILING.residual),
-            ("verify_finish", "requests", finish_kernel, tiles, _ONE_WARP),
-        )
-    ]

@@ -24,8 +24,7 @@ from triton_kernels.attention import (
     block_tokens,
     plan,
 )
-from triton_kernels.attention.cases import INVARIANT_ROWS, SPLIT_TOKENS
-from triton_kernels.attention.table import arch_of, tile_for
+from triton_kernels.attention.table import INVARIANT_ROWS, SPLIT_TOKENS, arch_of, tile_for
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
 _MAX_BLOCK_TOKENS = 8  # query tokens that a tile is chosen to fit; longer queries take several

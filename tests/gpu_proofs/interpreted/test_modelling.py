@@ -1,50 +1,124 @@
-"""A model of transformers' modelling code on a simulated GPU: captured and replayed."""
+"""Models of transformers' modelling code on the GPU executor equal those on the CPU's, step by
+step. They equal their own eager pass too, with our kernels, as checked at every load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from cbatch import LLM, SamplingParams
-from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
+from cbatch.core.request.errors import FieldError
+from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.model.config import ModelError
+from tests.gpu_proofs.interpreted.references import use_references
+from tests.gpu_proofs.interpreted.stream import Stream
+from tests.gpu_proofs.interpreted.test_executor import happened, was_replayed
+from tests.gpu_proofs.interpreted.twins import run_twins
+from tests.runtime.engines import make_request
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
 
+from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
+from cbatch.runtime.gpu.modelling import load_modelling_decoder
 from tests.runtime.tiny_architectures import make_tiny
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-PROMPTS = [list(range(5, 25)), [7, 9, 11], list(range(40, 49))]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::Warning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+# Windows and soft caps; attention parallel to the feed-forward; other norms and positions; experts.
+KINDS = ("gemma2", "cohere2", "gpt_neox", "qwen3_moe")
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    with pretending() as cuda:
-        use_references(cuda, monkeypatch)
-        yield cuda
+class Model:
+    """A model, like `Pair`: on the CPU, and by kernels."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        make_tiny(kind, folder)
+        self.model: Any = load_transformers_model(folder)
+        self.decoder: Any = load_modelling_decoder(folder, device="cpu")
+        self.config = self.decoder.config
 
 
-def text(folder: Path, device: str) -> list[list[int]]:
-    llm = LLM(
-        folder,
-        device=device,
-        model_impl="transformers",
-        tokenizer="none",
-        max_num_seqs=2,
-        drafter=("ngram",),
-        lookahead="fixed:2",
-        block_size=16,
-        num_blocks=64,
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_the_cpu(
+    kind: str, tmp_path: Path, bare_stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load has compared the kernels; here attention is their reference."""
+    target, draft = Model(kind, tmp_path / "target"), Model("phi3", tmp_path / "draft")
+    use_references(bare_stream, monkeypatch)
+    requests = [
+        make_request(f"r{i}", [3 + (7 * i + 3 * j) % 61 for j in range(n)], max_tokens=8)
+        for i, n in enumerate((23, 5, 30))
+    ]
+    outputs, seen = run_twins(
+        requests, target, draft, lookahead="fixed:3", max_num_seqs=3, max_num_batched_tokens=20
     )
-    assert llm.info.device.startswith(device) and llm.info.code.startswith("transformers ")
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    completions = llm.generate(PROMPTS, params)
-    assert [each.error for each in completions] == [None] * len(completions)
-    return [[*each.choices[0].token_ids] for each in completions]
+    assert {len(tokens) for tokens in outputs.values()} == {8}
+    happened(seen, "unfinished chunks", "rejected", "mixed steps", "catch-ups")
+    was_replayed(bare_stream)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "qwen3"])
-def test_text_is_that_of_the_cpu(kind: str, cuda: Cuda, tmp_path: Path) -> None:
+def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One variant lacks the soft cap of its scores, and one has wrong keys."""
+    make_tiny("gemma2", tmp_path)
+    run = PagedAttention.run
+
+    def uncapped(self: Any, layer: int, window: int | None, q: Any, **more: Any) -> Any:
+        assert more["soft_cap"]
+        return run(self, layer, window, 3 * q, **more | {"soft_cap": None})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedAttention, "run", uncapped)
+        with pytest.raises(
+            ModelError, match="Gemma2ForCausalLM computes other logits with our attention"
+        ):
+            load_modelling_decoder(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gpt_oss", "uses attention sinks"),
+        ("deepseek_v3", "keys and values differ in width"),
+        ("gemma4_text", "heads of different shapes"),
+    ],
+)
+def test_what_the_kernels_lack_is_refused_by_name(kind: str, said: str, tmp_path: Path) -> None:
     make_tiny(kind, tmp_path)
-    assert text(tmp_path, "cuda") == text(tmp_path, "cpu")
+    with pytest.raises(ModelError, match=said):
+        load_modelling_decoder(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x * float(x.max() > -1e9),
+        lambda x: x[x[..., 0] > -1e9][None],
+        lambda x: x if x.max() > -1e9 else -x,
+    ],
+)
+def test_code_that_reads_from_the_device_is_refused(
+    waits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph cannot capture it."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    own = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: waits(own(self, x)))
+    make_tiny("llama", tmp_path)
+    with pytest.raises(ModelError, match="reads from the device"):
+        load_modelling_decoder(tmp_path, device="cpu")
+
+
+def test_numerics_that_it_has_not_are_refused(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    with pytest.raises(FieldError, match="numerics"):
+        load_modelling_decoder(tmp_path, device="cpu", numerics="invariant")
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    make_tiny("qwen3", tmp_path, dtype=torch.bfloat16)
+    assert load_modelling_decoder(tmp_path, device="cpu").dtype == torch.bfloat16

@@ -30,7 +30,7 @@ from triton_kernels.sampling.inputs import (
 from triton_kernels.sampling.launch import Tiling
 
 SMALL = Tiling(pieces=4, piece=32, chunk=4, list_tokens=128)  # a row has one tile, in most tests
-MOST_DRAFTS = 5
+MAX_DRAFTS = 5
 
 
 class RequestSpec(NamedTuple):
@@ -85,7 +85,7 @@ def random_request(
 def shaping_of(specs: list[RequestSpec], vocab: int) -> LogitsShaping:
     """Return the device state of `specs`, as an executor keeps it."""
     entries = [_entries(each, vocab) for each in specs]
-    width = max(len(e) for e in entries) + MOST_DRAFTS
+    width = max(len(e) for e in entries) + MAX_DRAFTS
     listed, counts, marks = (torch.zeros(len(specs), width, dtype=torch.int32) for _ in range(3))
     bias = torch.zeros(len(specs), width)
     plain = np.zeros((len(specs), -(-vocab // 32) * 32), dtype=bool)
@@ -162,7 +162,7 @@ def random_batch(
     *,
     filters: bool = True,
     shaped: bool = True,
-    max_drafts: int = MOST_DRAFTS,
+    max_drafts: int = MAX_DRAFTS,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[LogitsBatch, list[RequestSpec]]:
     """Return `count` requests with ragged k in 0..max_drafts. Logits have ties, and so have the

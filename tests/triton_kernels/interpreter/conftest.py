@@ -20,8 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from tests.triton_kernels.interpreter.light import without_overflow_checks
-from tests.triton_kernels.interpreter.quick import interpret
+from tests.triton_kernels.interpreter.quick import interpret, without_overflow_checks
 
 INTERPRETED = interpret()
 

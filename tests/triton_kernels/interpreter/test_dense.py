@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from cbatch.runtime.gpu.decoder import Decoder
-from tests.runtime.engines import make_request
-from tests.triton_kernels.interpreter import twins as twins_module
-from tests.triton_kernels.interpreter.light import (
+from tests.gpu_proofs.interpreted.light import (
     use_reference_verdicts,
     use_references,
 )
-from tests.triton_kernels.interpreter.twins import Pair, run_twins
+from torch import Tensor
+
+from cbatch.runtime.gpu.decoder import Decoder
+from tests.gpu_proofs.interpreted.twins import Pair, run_twins
+from tests.runtime.engines import make_request
+from tests.triton_kernels.interpreter import twins as twins_module
 from triton_kernels.products import dense as module
 from triton_kernels.products.dense import ProductTile, dense, dense_reference, keeps_bits
 

@@ -27,7 +27,7 @@ from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.gpu import device_steps
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import Device
+from cbatch.runtime.gpu.device import CudaDevice
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.model.config import ModelConfig
@@ -41,19 +41,13 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 
 
-class ReplayingDevice(Device):
-    """A device that replays, for each key, the calls that were queued when the key was first used,
-    as graphs do."""
-
-    captures = True
-
-    def __init__(self) -> None:
-        self.recorded: dict[Hashable, Callable[[], None]] = {}
+class Captures(CudaDevice):
+    """A device that captures a step when it first meets it: capturing all steps ahead would take
+    long here."""
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        self.recorded.setdefault(key, function)()
-
-    capture = run
+        self.deferred = (key,)
+        super().run(key, function)
 
 
 class Pair:
@@ -104,7 +98,7 @@ class Twins:
         )
         settings = settings | {"lookups": lookups, "grammars": grammars}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_steps, "device_for", lambda device: ReplayingDevice())
+            patch.setattr(device_steps, "device_for", lambda device: Captures(CPU))
             self.gpu = self._gpu_executor(target, draft, config, settings)
         self.seen: Counter[str] = Counter()
         self._expected: deque[tuple[StepPlan, StepResult]] = deque()
@@ -221,6 +215,21 @@ class Twins:
         self.seen["log probabilities"] += sum(len(entry.chosen) for entry in result.logprobs)
         emitted = np.diff(result.row_splits)
         self.seen["void rows"] += int(((emitted == 0) & plan.wants_logits).sum())
+
+
+class LateTwins(Twins):
+    """Twins whose drafts are a step late, so that only the final output equals the CPU's."""
+
+    def submit(self, plan: StepPlan) -> None:
+        self._notice(plan)
+        self._expected.append((plan, None))  # type: ignore[arg-type]
+        self.gpu.submit(plan)
+
+    def wait(self) -> StepResult:
+        plan, _ = self._expected.popleft()
+        result = self.gpu.wait()
+        self._notice_result(plan, result)
+        return result
 
 
 def run_twins(

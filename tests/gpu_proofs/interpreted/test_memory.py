@@ -21,9 +21,9 @@ from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from cbatch.runtime.model.head_config import HeadConfig
+from tests.gpu_proofs.interpreted.twins import CPU, Pair
 from tests.gpu_proofs.sizes import HeadTensors
-from tests.triton_kernels.interpreter.light import without_overflow_checks
-from tests.triton_kernels.interpreter.twins import CPU, Pair
+from tests.triton_kernels.interpreter.quick import without_overflow_checks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 LIMITS = StepLimits(

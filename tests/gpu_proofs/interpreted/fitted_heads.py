@@ -15,10 +15,10 @@ from cbatch.runtime.drafting.heads.trial import fresh_kv, read_states, whole_tex
 from cbatch.runtime.gpu import heads
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
+from tests.gpu_proofs.interpreted.twins import Pair
 from tests.runtime import made_heads
 from tests.runtime.engines import run_engine
 from tests.runtime.pairs import VOCAB, NoisyWeights
-from tests.triton_kernels.interpreter.twins import Pair
 
 
 class HeadPair:
