@@ -2,15 +2,12 @@
 
 A trace runs through `cbatch sim` with default options: Llama-3.1-8B on an H100 by roofline, with a
 KV pool of realistic size. Without a trace, requests have the lengths and the rate of Azure's
-conversation trace. CPU seconds are of the replay, which reads the trace. Start-up is measured in a
-process of its own.
+conversation trace. CPU seconds are of the replay, which reads the trace.
 """
 
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -58,26 +55,16 @@ def measure(trace: Path, requests: int) -> dict[str, Any]:
     }
 
 
-def start_up_s() -> float:
-    """Return the seconds of a process that imports the command and the simulation."""
-    code = "import cbatch.cli.main, sim.cli.simulation"
-    started_s = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    return time.perf_counter() - started_s
-
-
 def main() -> None:
     parser = CommandParser(prog="python -m bench.simulator", description=__doc__)
     parser.add_argument("trace", nargs="?", type=Path)
     parser.add_argument("--requests", type=int, default=2_000, help="number of requests")
     arguments = parser.parse_args()
-    start_s = min(start_up_s() for _ in range(3))
     with tempfile.TemporaryDirectory() as folder:
         trace_path = Path(folder) / "made-up.jsonl"
         if arguments.trace is None:
             write_like_azure(trace_path, arguments.requests)
         row = measure(arguments.trace or trace_path, arguments.requests)
-    row["start_up_s"] = round(start_s, 2)
     name = "made up" if arguments.trace is None else arguments.trace.name
     print_report(
         f"simulator: {name}, Llama-3.1-8B on H100 by roofline",
