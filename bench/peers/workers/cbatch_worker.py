@@ -20,20 +20,21 @@ class CbatchSystem:
         self,
         model: str,
         draft: str | None,
-        lookahead: str,
         *,
-        dtype: str,
+        exact: bool,
         max_sequences: int,
         tokens: int,
         step_tokens: int,
         threads: int,
+        **options: str,
     ) -> None:
+        """Load a model for up to `max_sequences` sequences of `tokens` tokens; with `exact`, in
+        float32, which dequantises weights."""
         torch.set_num_threads(threads)
         self._llm = LLM(
             Path(model),
             None if draft is None else Path(draft),
-            dtype=dtype,
-            lookahead=lookahead,
+            dtype="float32" if exact else "auto",
             max_num_seqs=max_sequences,
             max_model_len=tokens,
             max_num_batched_tokens=step_tokens,
@@ -41,6 +42,7 @@ class CbatchSystem:
             block_size=BLOCK_TOKENS,
             enable_prefix_caching=False,  # every repeat has the same prompts
             tokenizer="none",
+            **options,
         )
         self._step = self._llm.engine.step
         self._llm.engine.step = self._timed_step  # type: ignore[method-assign]

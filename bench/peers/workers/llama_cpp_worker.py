@@ -18,10 +18,10 @@ CELLS_MULTIPLE = 256  # llama.cpp rounds a sequence's KV cells up to a multiple 
 
 class LlamaCpp:
     def __init__(
-        self, model: str | None, *, max_sequences: int, tokens: int, threads: int, exact_kv: bool
+        self, model: str | None, *, max_sequences: int, tokens: int, threads: int, exact: bool
     ) -> None:
         """Load a model for up to `max_sequences` sequences of `tokens` tokens. KV is float16, the
-        default, or float32 with `exact_kv`. Without a model the object can only quantise files."""
+        default, or float32 with `exact`. Without a model the object can only quantise files."""
         lib.llama_backend_init()
         self._quiet = lib.llama_log_callback(lambda *_: None)  # C calls it: it must stay alive
         lib.llama_log_set(self._quiet, ctypes.c_void_p(0))
@@ -39,7 +39,7 @@ class LlamaCpp:
         context.n_batch = context.n_ubatch = max(512, max_sequences)
         context.n_seq_max = max_sequences
         context.n_threads = context.n_threads_batch = threads
-        if exact_kv:
+        if exact:
             context.type_k = context.type_v = lib.GGML_TYPE_F32
         self._max_batch = context.n_batch
         self._context = lib.llama_init_from_model(loaded_model, context)

@@ -1,5 +1,4 @@
-"""A worker process, which runs one of the compared engines ("systems"), with its CPU affinity and
-competing load."""
+"""A process that runs one of the compared systems."""
 
 from __future__ import annotations
 
@@ -7,18 +6,32 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.systems import EngineRun, Prompts
+import msgspec
 
 ROOT = Path(__file__).parents[2]
 SETTLE_S = 0.3  # pause before a run, until idle threads of the previous system stop spinning
-_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+Prompts = list[list[int]]
+
+
+class Run(msgspec.Struct):
+    """Outputs and times of batches."""
+
+    seconds: float
+    outputs: Prompts  # token ids, in order of the prompts
+    steps_s: list[float] = []  # durations of decoding steps, if the system reports them
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
 
 
 class Worker:
@@ -27,7 +40,7 @@ class Worker:
     raises RuntimeError, with the end of the worker's output, if the worker dies."""
 
     def __init__(self, module: str, python: str, threads: int) -> None:
-        environment = os.environ | {
+        environment = {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
@@ -41,7 +54,7 @@ class Worker:
             stderr=self._output,
             text=True,
             cwd=ROOT,
-            env=environment,
+            env=os.environ | environment,
         )
         self._read_answer()  # sent after the imports
 
@@ -52,23 +65,20 @@ class Worker:
     def call(self, method: str, *arguments: Any) -> Any:
         return self._ask({"method": method, "arguments": arguments})
 
-    def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
+    def run(self, prompts: Prompts, output_tokens: int) -> Run:
         time.sleep(SETTLE_S)
-        return EngineRun(**self.call("run", prompts, output_tokens))
+        return Run(**self.call("run", prompts, output_tokens))
 
-    def close(self) -> None:
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
         self._output.close()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ask(self, call: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
@@ -84,33 +94,7 @@ class Worker:
             self._process.wait()
             self._output.seek(0)
             text = self._output.read().decode(errors="replace")
-            self.close()
+            self.__exit__()
             raise RuntimeError(f"the worker of {self._module} died:\n{text[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-
-@contextlib.contextmanager
-def on_cpus(cpus: Sequence[int] | None) -> Iterator[None]:
-    """Restrict processes started inside the context to `cpus`. None: no restriction."""
-    if cpus is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    """Run `count` busy loops of equal priority. They end with this process, however it ends."""
-    loops = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
