@@ -13,15 +13,13 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench.browser import MISSING, browsing, until
 from bench.plot import pyplot
 from bench.report import print_report, rounded
-from bench.server.started import started
+from bench.stalls import served
 from cbatch.cli.parser import CommandParser
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
@@ -35,7 +33,11 @@ CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REQUESTS = 300  # plus six per client, so that the last requests have little weight
 ACCEPTANCE = "beta:0.6,3"  # acceptance differs widely between requests
 COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "adaptive": "#d4622a"}
-SERVER = "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
+# One thread: idle threads spin, while the browser and the load need a core.
+SERVER = (
+    f"env OMP_NUM_THREADS=1 {sys.executable} -m cbatch.cli.main serve --port {{port}} "
+    "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
+)
 MEASURED = Path("docs/benchmarks.md")
 PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase)
 PHASE_LIMIT_S = 90.0  # time limit of a phase, for a busy machine
@@ -63,6 +65,11 @@ def simulated(policy: str, clients: int) -> float:
         tokens_per_s = build(scenario).run().output_tokens_per_s
     assert tokens_per_s is not None
     return tokens_per_s
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def save_policies(path: Path) -> list[dict[str, Any]]:
@@ -105,8 +112,7 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     )
     axis.annotate(subtitle, (0, 1.03), xycoords="axes fraction", color="0.35", fontsize=9.5)
     figure.subplots_adjust(left=0.07, right=0.81, top=0.86, bottom=0.13)
-    figure.savefig(path, dpi=160, metadata={"Software": None})
-    pyplot.close(figure)
+    _save(figure, path)
     return [
         {"policy": policy} | {str(c): rounded(r) for c, r in zip(CLIENTS, ratios, strict=True)}
         for policy, ratios in lines.items()
@@ -147,37 +153,37 @@ def save_peers(path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylim=(0, 7.2), yticks=(0, 1, 2, 4, 6), yticklabels=("0", "1x", "2x", "4x", "6x"))
     figure.tight_layout()
-    figure.savefig(path, dpi=160, metadata={"Software": None})
-    pyplot.close(figure)
+    _save(figure, path)
 
 
 def save_live_page(path: Path) -> None:
-    # One thread: idle threads spin, while the browser and the load need a core.
-    with started(SERVER.split(), {"OMP_NUM_THREADS": "1"}) as port, browsing(SCALE) as (page, _):
-        url = f"http://127.0.0.1:{port}"
+    from PIL import Image
+
+    with served(SERVER) as server, browsing(SCALE) as (page, _):
+        url = f"http://{server.endpoint.host}:{server.endpoint.port}"
         page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         page.goto(f"{url}/")
         for clients, tokens in PHASES:
-            with _loaded(url, clients):
+            words = f"bench {url} --concurrency {clients} --requests 5000 --prompts demo --quiet"
+            words += " --output-tokens uniform:80:320"
+            load = subprocess.Popen(
+                [sys.executable, "-m", "cbatch.cli.main", *words.split()],
+                stdout=subprocess.DEVNULL,
+            )
+            try:
                 _wait_for(url, tokens)
                 if clients == PHASES[-1][0]:
-                    _save_screenshot(page, path)
-    _shrink(path)
-
-
-@contextmanager
-def _loaded(url: str, clients: int) -> Iterator[None]:
-    words = f"bench {url} --concurrency {clients} --requests 5000 --prompts demo --quiet"
-    lengths = ["--output-tokens", "uniform:80:320"]
-    load = subprocess.Popen(
-        [sys.executable, "-m", "cbatch.cli.main", *words.split(), *lengths],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        yield
-    finally:
-        load.terminate()
-        load.wait()
+                    height = page.evaluate("document.documentElement.scrollHeight")
+                    page.set_viewport_size({"width": WIDTH, "height": height})
+                    page.evaluate("document.getElementById('prompt-form').requestSubmit()")
+                    answer = "document.getElementById('answer').textContent"
+                    until(page, f"{answer}.split('\\n').length > 5")
+                    page.screenshot(path=path)
+            finally:
+                load.terminate()
+                load.wait()
+    with Image.open(path) as image:  # a page has few colours, so 96 of them show no difference
+        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _wait_for(url: str, tokens: int) -> None:
@@ -189,50 +195,23 @@ def _wait_for(url: str, tokens: int) -> None:
 
 def _generated(url: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        match = re.search(
-            r"^vllm:generation_tokens_total\{.*\} (.*)$", response.read().decode(), re.M
-        )
+        metrics = response.read().decode()
+    match = re.search(r"^vllm:generation_tokens_total\{.*\} (.*)$", metrics, re.M)
     return float(match[1]) if match else 0.0
-
-
-def _save_screenshot(page: Any, path: Path) -> None:
-    height = page.evaluate("document.documentElement.scrollHeight")
-    page.set_viewport_size({"width": WIDTH, "height": height})
-    page.evaluate("document.getElementById('prompt-form').requestSubmit()")
-    until(page, "document.getElementById('answer').textContent.split('\\n').length > 5")
-    page.screenshot(path=path)
-
-
-def _shrink(path: Path) -> None:
-    """Reduce the image to 96 colours; a page has few, so the difference is invisible."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main() -> None:
     parser = CommandParser(prog="python -m bench.pictures", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=FOLDER, help=f"folder of the pictures ({FOLDER})"
-    )
-    parser.add_argument(
-        "--only", choices=("peers", "policies", "live-page"), help="draw only this picture"
-    )
+    parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder ({FOLDER})")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    if args.only in (None, "peers"):
-        save_peers(args.out / "peers.png")
-    if args.only in (None, "policies"):
-        rows = save_policies(args.out / "policies.png")
-    if args.only in (None, "live-page"):
-        if MISSING is not None:
-            print(f"live-page.png: left out, {MISSING}", file=sys.stderr)
-        else:
-            save_live_page(args.out / "live-page.png")
-    if rows:
-        print_report("tokens per second over no drafts, by clients; simulated", rows)
+    save_peers(args.out / "peers.png")
+    rows = save_policies(args.out / "policies.png")
+    if MISSING is not None:
+        print(f"live-page.png: left out, {MISSING}", file=sys.stderr)
+    else:
+        save_live_page(args.out / "live-page.png")
+    print_report("tokens per second over no drafts, by clients; simulated", rows)
 
 
 if __name__ == "__main__":
