@@ -72,8 +72,6 @@ class PolicyRun(msgspec.Struct):
     tokens: int
     seconds: float
     speculation: Speculation
-    # By depth: drafts made, drafts predicted to survive, drafts that survived. float64 [3, k]
-    survival: np.ndarray | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -150,42 +148,6 @@ class EndlessLoop:
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
-def survival_so_far(engine: Engine) -> np.ndarray:
-    """Return totals as in `PolicyRun.survival`; [3, 0] for a policy without predictions."""
-    stats = engine.scheduler.state.policy.stats
-    if stats is None:
-        return np.zeros((3, 0))
-    totals = stats.calibration
-    return np.array([totals.drafted, totals.predicted, totals.survived])
-
-
-def survival_totals(runs: Sequence[PolicyRun]) -> np.ndarray | None:
-    """Return the totals of `PolicyRun.survival` over all runs, or None without predictions."""
-    parts = [run.survival for run in runs if run.survival is not None]
-    totals: np.ndarray = np.add.reduce(parts) if parts else np.zeros((3, 0))
-    return totals if totals[0].sum() else None
-
-
-def survival_error(runs: Sequence[PolicyRun]) -> float | None:
-    """Return |predicted - survived|, summed over depths and divided by the number of drafts."""
-    totals = survival_totals(runs)
-    if totals is None:
-        return None
-    drafted, predicted, survived = totals
-    return float(np.abs(predicted - survived).sum() / drafted.sum())
-
-
-def expected_survival_error(runs: Sequence[PolicyRun]) -> float | None:
-    """Return the `survival_error` that chance alone causes if all predictions are right: the number
-    of survivors at a depth is binomial."""
-    totals = survival_totals(runs)
-    if totals is None:
-        return None
-    drafted, predicted, _ = totals
-    missed = np.maximum(1 - predicted / np.maximum(drafted, 1), 0)
-    return float(np.sqrt(2 / np.pi * predicted * missed).sum() / drafted.sum())
-
-
 def make_prompts(workload: str, model: str | Path) -> Prompts:
     """Return the token ids of a workload's prompts; a mix alternates between two kinds."""
     tokenizer = tokenizer_of(model)
@@ -246,14 +208,12 @@ def measure(
     runs: dict[str, list[PolicyRun]] = {policy: [] for policy in policies}
     for _ in range(args.cycles):
         cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
-        before = {policy: survival_so_far(engine) for policy, engine in engines.items()}
         for turn in range(turns):
             first = turn % len(policies)  # so that each policy is first equally often
             for policy in (*policies[first:], *policies[:first]):
                 cycle[policy].add(loops[policy].run(tokens))
             advance()
         for policy, run in cycle.items():
-            run.survival = survival_so_far(engines[policy]) - before[policy]
             runs[policy].append(run)
     for loop in loops.values():
         loop.stop()
@@ -296,8 +256,6 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
                 "ratio_to_off_low95": rounded(off_low),
                 "steps_with_drafts": rounded(total.drafting_share),
                 "mean_accepted_tokens": rounded(total.mean_accepted_tokens),
-                "survival_error": rounded(survival_error(runs[policy])),
-                "survival_chance": rounded(expected_survival_error(runs[policy])),
                 "best_fixed": best,
             }
         )
