@@ -73,10 +73,6 @@ class PolicyRun(msgspec.Struct):
     seconds: float
     speculation: Speculation
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
     def add(self, other: PolicyRun) -> None:
         self.tokens += other.tokens
         self.seconds += other.seconds
@@ -231,7 +227,7 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
     """Return a row per policy: the speed over all cycles and its ratios to other policies, with
     95 % intervals."""
     costs = {
-        policy: np.array([1 / r.tokens_per_s for r in policy_runs])
+        policy: np.array([run.seconds / run.tokens for run in policy_runs])
         for policy, policy_runs in runs.items()
     }
     constants = [policy for policy in _CONSTANTS if policy in costs]

@@ -76,42 +76,23 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     """Draw `policies.png` and return its figures."""
     off = {clients: simulated("off", clients) for clients in CLIENTS}
     lines = {p: [simulated(p, c) / off[c] for c in CLIENTS] for p in COLORS}
-    figure, axis = pyplot.subplots(figsize=(8.4, 4.0))
-    axis.axhline(1, color="0.45", linewidth=1.2, linestyle=(0, (4, 3)))
+    figure, axis = pyplot.subplots(figsize=(8.4, 4.0), layout="constrained")
+    axis.axhline(1, color="0.45", lw=1.2, ls=(0, (4, 3)), label="no drafts")
     for policy, ratios in lines.items():
-        is_default = policy == "adaptive"
-        width, mark = (3.0, 5.5) if is_default else (1.8, 3.5)
-        axis.plot(
-            CLIENTS, ratios, "o-", color=COLORS[policy], lw=width, ms=mark, clip_on=False, zorder=3
-        )
-    # Names are at the ends of their lines, moved apart where they would overlap.
-    ends = {"no drafts": 1.0} | {policy: ratios[-1] for policy, ratios in lines.items()}
-    height = 0.0
-    for name, end in sorted(ends.items(), key=lambda item: item[1]):
-        height = max(end, height + 0.075)
-        color = COLORS.get(name, "0.35")
-        weight = "bold" if name == "adaptive" else "normal"
-        axis.annotate(
-            f"{name} (default)" if name == "adaptive" else name,
-            (CLIENTS[-1] * 1.12, height),
-            color=color,
-            weight=weight,
-            va="center",
-            annotation_clip=False,
-        )
-    axis.set(xscale="log", xlim=(1, CLIENTS[-1]), ylim=(0.4, 1.6))
+        width, mark = (3.0, 5.5) if policy == "adaptive" else (1.8, 3.5)
+        axis.plot(CLIENTS, ratios, "o-", color=COLORS[policy], lw=width, ms=mark, label=policy)
+    axis.legend(frameon=False)
+    axis.set(xscale="log", ylim=(0.4, 1.6), xlabel="requests in flight")
     axis.set_xticks(CLIENTS, [str(clients) for clients in CLIENTS])
     axis.minorticks_off()
-    axis.set_yticks([0.5, 0.75, 1.0, 1.25, 1.5], ["0.5x", "0.75x", "1x", "1.25x", "1.5x"])
+    axis.yaxis.set_major_formatter("{x:g}x")
     axis.grid(axis="y", color="0.92")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel("requests in flight")
-    axis.set_title("Tokens per second over no drafts", loc="left", fontsize=12, pad=22)
-    subtitle = (
-        "Simulated: Llama-3.1-8B with a 1B draft on one H100; acceptance differs between requests"
+    title = (
+        "Tokens per second over no drafts. Simulated: Llama-3.1-8B with a 1B draft on one H100;\n"
+        "acceptance differs between requests"
     )
-    axis.annotate(subtitle, (0, 1.03), xycoords="axes fraction", color="0.35", fontsize=9.5)
-    figure.subplots_adjust(left=0.07, right=0.81, top=0.86, bottom=0.13)
+    axis.set_title(title, loc="left", fontsize=10)
     _save(figure, path)
     return [
         {"policy": policy} | {str(c): rounded(r) for c, r in zip(CLIENTS, ratios, strict=True)}
@@ -140,15 +121,16 @@ def save_peers(path: Path) -> None:
         places = [x + (at - 1) * 0.27 for x in range(len(llama))]
         drawn = axes[0].bar(places, bars, 0.25, color=shades[at], label=f"{flight} in flight")
         axes[0].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
-    axes[0].set_xticks(range(len(llama)), llama)
     axes[0].legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
     drawn = axes[1].bar(range(5), vllm, 0.6, color=COLORS["adaptive"])
     axes[1].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
-    axes[1].set_xticks(range(5), ["1", "8", "32", "64", "128"])
-    axes[1].set_xlabel("bf16, requests in flight", fontsize=9)
-    axes[0].set_xlabel("GGUF type", fontsize=9)
-    for axis, name in zip(axes, ("llama.cpp, same GGUF file", "vLLM for CPUs"), strict=True):
-        axis.axhline(1, color="0.45", linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
+    for axis, name, ticks, label in (
+        (axes[0], "llama.cpp, same GGUF file", llama, "GGUF type"),
+        (axes[1], "vLLM for CPUs", ("1", "8", "32", "64", "128"), "bf16, requests in flight"),
+    ):
+        axis.set_xticks(range(len(ticks)), ticks)
+        axis.set_xlabel(label, fontsize=9)
+        axis.axhline(1, color="0.45", lw=1.2, ls=(0, (4, 3)), zorder=0)
         axis.set_title(f"Tokens per second over {name}", loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylim=(0, 7.2), yticks=(0, 1, 2, 4, 6), yticklabels=("0", "1x", "2x", "4x", "6x"))

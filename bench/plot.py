@@ -32,15 +32,10 @@ def save_lines(
         axis.axhline(1, color="0.6", linewidth=1)
         colors = pyplot.get_cmap("viridis")
         for index, (name, points) in enumerate(series.items()):
-            strong = name == highlight
-            axis.plot(
-                *zip(*points, strict=True),
-                label=name,
-                color="crimson" if strong else colors(index / max(len(series) - 1, 1)),
-                linewidth=2.6 if strong else 1.1,
-                marker="o" if strong else ".",
-                zorder=3 if strong else 2,
-            )
+            color, style = colors(index / max(len(series) - 1, 1)), {"lw": 1.1, "marker": "."}
+            if name == highlight:
+                color, style = "crimson", {"lw": 2.6, "marker": "o", "zorder": 3}
+            axis.plot(*zip(*points, strict=True), label=name, color=color, **style)
         axis.set(title=title, xlabel=x_label, xscale="log")
         axis.set_xticks(sorted({x for points in series.values() for x, _ in points}))
         axis.get_xaxis().set_major_formatter(pyplot.ScalarFormatter())

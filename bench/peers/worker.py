@@ -40,11 +40,7 @@ class Worker:
     raises RuntimeError, with the end of the worker's output, if the worker dies."""
 
     def __init__(self, module: str, python: str, threads: int) -> None:
-        environment = {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
         self._module = module
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
@@ -54,7 +50,7 @@ class Worker:
             stderr=self._output,
             text=True,
             cwd=ROOT,
-            env=os.environ | environment,
+            env=os.environ | environment | {"HF_HUB_OFFLINE": "1"},
         )
         self._read_answer()  # sent after the imports
 
@@ -87,7 +83,7 @@ class Worker:
             self._process.stdin.flush()
         return self._read_answer()["value"]
 
-    def _read_answer(self) -> dict[str, Any]:
+    def _read_answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -96,5 +92,4 @@ class Worker:
             text = self._output.read().decode(errors="replace")
             self.__exit__()
             raise RuntimeError(f"the worker of {self._module} died:\n{text[-3000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
