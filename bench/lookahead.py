@@ -38,7 +38,6 @@ import numpy as np
 from rich.progress import Progress
 
 from bench.failures import Failures
-from bench.plot import save_lines
 from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.cli.parser import CommandParser
@@ -285,7 +284,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--verification", default="auto", choices=_VERIFICATIONS)
-    parser.add_argument("--plot", type=Path, default=Path("build/lookahead.png"))
     return parser.parse_args(argv)
 
 
@@ -332,19 +330,12 @@ def main() -> None:
                 break
     if not rows:
         failures.end()
-    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        lines = series.setdefault(row["workload"], {})
-        lines.setdefault(row["policy"], []).append((row["batch"], row["ratio_to_off"]))
-    labels = {"x_label": "requests in flight", "y_label": "tokens/s over lookahead off"}
-    save_lines(args.plot, series, **labels, highlight="adaptive")
     print_report(
         f"lookahead policies: {args.model or 'demo pair'}, {args.output_tokens} tokens out, "
         f"temperature {args.temperature:g}, verification {args.verification}",
         rows,
         notes=(
             f"{args.cycles} times through all prompts, policies in short turns at the same tokens",
-            f"plot: {args.plot}",
         ),
     )
     failures.end()

@@ -16,8 +16,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from matplotlib import pyplot
+
 from bench.browser import MISSING, browsing, until
-from bench.plot import pyplot
 from bench.report import print_report, rounded
 from bench.stalls import served
 from cbatch.cli.parser import CommandParser
@@ -28,6 +29,7 @@ from sim.workload.generate import generate
 from sim.workload.lengths import lognormal
 from sim.workload.traces.reader import write_requests
 
+pyplot.switch_backend("Agg")  # needs no display
 FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REQUESTS = 300  # plus six per client, so that the last requests have little weight

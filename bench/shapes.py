@@ -16,7 +16,6 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0}
 
 
 def _shape(
@@ -51,16 +50,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         max_position_embeddings=131_072,
         rope_parameters=_LLAMA3_ROPE,
-    ),
-    "qwen3-0.6b": _shape(
-        *(1024, 28, 16, 8, 151_936),
-        model_type="qwen3",
-        head_dim=128,
-        intermediate_size=3072,
-        tie_word_embeddings=True,
-        max_position_embeddings=40_960,
-        rope_parameters=_QWEN3_ROPE,
-        rms_norm_eps=1e-6,
     ),
     # Small models of families whose layers differ from Llama's.
     "gemma-3": _small("gemma3_text", 768, sliding_window=32),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 ROOT = Path(__file__).parents[2]
 SETTLE_S = 0.3  # pause before a run, until idle threads of the previous system stop spinning
@@ -56,14 +57,16 @@ class Worker:
 
     def start(self, **settings: Any) -> float:
         """Construct the system. Return the seconds until it was ready."""
-        return float(self._ask(settings))
+        return float(self._ask(settings)["seconds"])
 
     def call(self, method: str, *arguments: Any) -> Any:
-        return self._ask({"method": method, "arguments": arguments})
+        return self._ask({"method": method, "arguments": arguments})["value"]
 
     def run(self, prompts: Prompts, output_tokens: int) -> Run:
         time.sleep(SETTLE_S)
-        return Run(**self.call("run", prompts, output_tokens))
+        answer = self._ask({"method": "run", "arguments": [prompts, output_tokens]})
+        outputs, ends_s = answer["value"]
+        return Run(answer["seconds"], outputs, np.diff(ends_s).tolist())
 
     def __enter__(self) -> Worker:
         return self
@@ -81,7 +84,7 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(call) + "\n")
             self._process.stdin.flush()
-        return self._read_answer()["value"]
+        return self._read_answer()
 
     def _read_answer(self) -> Any:
         assert self._process.stdout is not None

@@ -5,7 +5,7 @@ at a light load, near saturation and beyond it. A load is a share of the simulat
 requests per second; arrivals are a Poisson process. The simulator gets no data of the runs that it
 predicts. Its inputs are
 
-- step prices of synthetic batches, measured between the runs, since a machine's speed drifts;
+- step prices of synthetic batches, measured between repeats, since a machine's speed drifts;
 - the acceptance of each prompt's drafts, from a separate run.
 
 `real` is the median of the repeats, and `spread` their range relative to it.
@@ -48,7 +48,7 @@ from sim.workload.sources import ClosedLoop, OpenLoop, Source
 from sim.workload.traces.request import TraceRequest
 
 BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}  # allowed relative errors
-TURNS, STEPS = 4, 16  # turns to measure all batches once, and steps per batch and turn
+STEPS = 16  # of each batch, before the runs and after each repeat
 ACCEPTANCE_TOKENS, ACCEPTANCE_K = 72, 8  # output tokens per prompt, and drafts per step
 _OUTPUT_TOKENS = (8, 64)  # range of a request
 _MAX_NUM_SEQS = 32
@@ -100,26 +100,6 @@ class SimulatedEngine(NamedTuple):
         )
         replay(source, config, executor, on_record=records.append)
         return records
-
-
-class TurnCalibrator:
-    """Measures the prices of an engine's steps, a few batches at a time."""
-
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self._calibrator = Calibrator(engine.core.executor, engine.scheduler.config)
-        self._info, self._turns = info, 0
-
-    def turn(self) -> None:
-        part = slice(self._turns % TURNS, None, TURNS)
-        self._calibrator.measure(seed=self._turns, steps=STEPS, part=part)
-        self._turns += 1
-
-    def finish(self) -> Calibration:
-        """Return the calibration from all batches, each measured equally often."""
-        self.turn()
-        while self._turns % TURNS:
-            self.turn()
-        return self._calibrator.calibration(self._info)
 
 
 def load_policy(policy: str) -> tuple[Engine, EngineInfo]:
@@ -232,17 +212,19 @@ def measure(args: argparse.Namespace, failures: Failures) -> tuple[SimulatedEngi
     it count."""
     texts = make_prompts("mix", demo_paths()[0])
     acceptances = record_acceptances(load_policy(f"fixed:{ACCEPTANCE_K}")[0], texts)
-    prices = TurnCalibrator(*load_policy(EngineOptions().lookahead))
+    priced, info = load_policy(EngineOptions().lookahead)
+    prices = Calibrator(priced.core.executor, priced.scheduler.config)
+    prices.measure(seed=0, steps=STEPS)
     engines = {policy: load_policy(policy)[0] for policy in args.policy}
     for engine in engines.values():  # warm up
         serve(engine, make_requests(texts, 1e3, 9, 0), texts)
-    cases = make_cases(SimulatedEngine(prices.finish(), acceptances), texts, args)
+    cases = make_cases(SimulatedEngine(prices.calibration(info), acceptances), texts, args)
     with failures.caught("engine"):
         for repeat in range(args.repeats):
             for case in cases if repeat % 2 == 0 else reversed(cases):
-                prices.turn()
                 case.runs.append(serve(engines[case.policy], case.requests, texts))
-    simulated = SimulatedEngine(prices.finish(), acceptances)
+            prices.measure(seed=1 + repeat, steps=STEPS)
+    simulated = SimulatedEngine(prices.calibration(info), acceptances)
     return simulated, [case for case in cases if case.runs]
 
 

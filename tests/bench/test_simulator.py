@@ -14,13 +14,11 @@ from bench.simulator import compare
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
-from cbatch.engine.prices.calibrator import designed
 from cbatch.text.outputs import Output
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 from tests.checking.executor import SimExecutor
 from tests.checking.models import ModelledAcceptance
-from tests.cli.conftest import INFO
 from tests.helpers import VOCAB_SIZE, make_config
 from tests.sim.test_calibrated import calibration
 
@@ -146,19 +144,3 @@ def test_loads_are_shares_of_what_a_policy_serves() -> None:
     assert [r.prompt_tokens for r in over] == [8] * len(over)
     ends_s = [record.arrival_s + record.e2e_s for record in simulated.replay(OpenLoop(over), "off")]
     assert max(ends_s) > 1.5 * over[-1].arrival_s
-
-
-def test_every_batch_is_measured_as_often_as_any_other() -> None:
-    """This holds for any number of turns: a pass that has begun is finished."""
-    served = engine("fixed:4")
-    fitted, held_out = designed(served.scheduler.config)
-    calibrator = compare.TurnCalibrator(served, INFO)
-    once = calibrator.finish()
-    steps = once.fitted.steps // len(fitted)
-    assert (once.fitted.steps, once.held_out.steps) == (steps * len(fitted), steps * len(held_out))
-    for _ in range(compare.TURNS + 1):
-        calibrator.turn()
-    more = calibrator.finish()
-    assert more.fitted.steps == 3 * once.fitted.steps
-    assert more.held_out.steps == 3 * once.held_out.steps
-    assert more.engine["max_num_seqs"] == 4 and more.max_rows == 4

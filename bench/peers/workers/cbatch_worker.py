@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.peers.workers.serving import serve
@@ -53,24 +53,20 @@ class CbatchSystem:
         self._ends_s.append(time.perf_counter())
         return outputs
 
-    def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    def run(self, prompts: list[list[int]], output_tokens: int) -> tuple[Any, list[float]]:
+        """Return the outputs, and the times at which steps ended."""
         params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
         self._ends_s.clear()
-        started_s = time.perf_counter()
         completions = self._llm.generate(prompts, params)
-        seconds = time.perf_counter() - started_s
-        outputs = [list(completion.token_ids) for completion in completions]
-        return {"seconds": seconds, "outputs": outputs, "steps_s": np.diff(self._ends_s).tolist()}
+        return [list(completion.token_ids) for completion in completions], self._ends_s
 
     def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        logprobs = []
-        for completion in self._llm.generate(prompts, params):
-            entries = [entry for entry in completion.prompt_logprobs or () if entry is not None]
-            logprobs.append(
-                [float("-inf") if entry.logprob is None else entry.logprob for entry in entries]
-            )
-        return logprobs
+        return [
+            [-math.inf if entry.logprob is None else entry.logprob for entry in entries if entry]
+            for completion in self._llm.generate(prompts, params)
+            for entries in [completion.prompt_logprobs or ()]
+        ]
 
 
 if __name__ == "__main__":

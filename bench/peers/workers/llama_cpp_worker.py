@@ -47,9 +47,9 @@ class LlamaCpp:
             raise RuntimeError("llama.cpp cannot make a context")
         self._batch = lib.llama_batch_init(self._max_batch, 0, 1)
 
-    def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    def run(self, prompts: list[list[int]], output_tokens: int) -> tuple[Any, list[float]]:
+        """Return the outputs, and the times at which steps ended."""
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
-        started_s = time.perf_counter()
         count, length = len(prompts), len(prompts[0])
         sequences, columns = np.arange(count), []
         # Prompts fill whole batches; only the last position of each needs logits.
@@ -66,9 +66,7 @@ class LlamaCpp:
             logits = self._decode(chosen, np.full(count, position), sequences, all_rows)
             chosen = logits.argmax(axis=1).astype(np.int32)
             ends_s.append(time.perf_counter())
-        outputs = np.stack([*columns, chosen], axis=1).tolist()
-        steps_s = np.diff(ends_s).tolist()
-        return {"seconds": ends_s[-1] - started_s, "outputs": outputs, "steps_s": steps_s}
+        return np.stack([*columns, chosen], axis=1).tolist(), ends_s
 
     def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
         """Return the log probabilities of all tokens but the first. Prompts fit into a batch."""

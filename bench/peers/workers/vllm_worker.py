@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,15 @@ class Vllm:
             enable_prefix_caching=False,
         )
 
-    def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    def run(self, prompts: list[list[int]], output_tokens: int) -> tuple[Any, list[float]]:
+        """Return the outputs, and no times of steps."""
         from vllm import SamplingParams
 
         requests = [{"prompt_token_ids": ids} for ids in prompts]
         lengths = {"max_tokens": output_tokens, "min_tokens": output_tokens, "ignore_eos": True}
         params = SamplingParams(temperature=0.0, detokenize=False, **lengths)
-        started_s = time.perf_counter()
         completions = self._llm.generate(requests, params, use_tqdm=False)
-        seconds = time.perf_counter() - started_s
-        outputs = [list(completion.outputs[0].token_ids) for completion in completions]
-        return {"seconds": seconds, "outputs": outputs}
+        return [list(completion.outputs[0].token_ids) for completion in completions], []
 
 
 def preload() -> None:
