@@ -87,7 +87,7 @@ bench: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only \
 		--benchmark-autosave --benchmark-compare --benchmark-max-time=0.5 -W default
 
-# Draw the pictures of README and docs again; the live page needs a headless Chromium.
+# Draw the pictures of README and docs again, but for screenshots and those of other commands.
 pictures: $(DEV)
 	$(BIN)/python -m bench.pictures
 

@@ -1,26 +1,19 @@
 """The pictures of the README and the docs: `python -m bench.pictures`, or `make pictures`.
 
 `peers.png` shows figures of docs/benchmarks.md. `policies.png` is simulated, so it is the same on
-every machine. `live-page.png` is the page of the demo server under load in a headless Chromium, and
-is left out without that browser.
+every machine.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot
 
-from bench.browser import MISSING, browsing, until
 from bench.report import print_report, rounded
-from bench.stalls import served
 from cbatch.cli.parser import CommandParser
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
@@ -35,15 +28,7 @@ CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REQUESTS = 300  # plus six per client, so that the last requests have little weight
 ACCEPTANCE = "beta:0.6,3"  # acceptance differs widely between requests
 COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "adaptive": "#d4622a"}
-# One thread: idle threads spin, while the browser and the load need a core.
-SERVER = (
-    f"env OMP_NUM_THREADS=1 {sys.executable} -m cbatch.cli.main serve --port {{port}} "
-    "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
-)
 MEASURED = Path("docs/benchmarks.md")
-PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase)
-PHASE_LIMIT_S = 90.0  # time limit of a phase, for a busy machine
-WIDTH, HEIGHT, SCALE = 1400, 900, 1.4  # page in CSS pixels, and screen pixels per CSS pixel
 
 
 def simulated(policy: str, clients: int) -> float:
@@ -140,50 +125,6 @@ def save_peers(path: Path) -> None:
     _save(figure, path)
 
 
-def save_live_page(path: Path) -> None:
-    from PIL import Image
-
-    with served(SERVER) as server, browsing(SCALE) as (page, _):
-        url = f"http://{server.endpoint.host}:{server.endpoint.port}"
-        page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
-        page.goto(f"{url}/")
-        for clients, tokens in PHASES:
-            words = f"bench {url} --concurrency {clients} --requests 5000 --prompts demo --quiet"
-            words += " --output-tokens uniform:80:320"
-            load = subprocess.Popen(
-                [sys.executable, "-m", "cbatch.cli.main", *words.split()],
-                stdout=subprocess.DEVNULL,
-            )
-            try:
-                _wait_for(url, tokens)
-                if clients == PHASES[-1][0]:
-                    height = page.evaluate("document.documentElement.scrollHeight")
-                    page.set_viewport_size({"width": WIDTH, "height": height})
-                    page.evaluate("document.getElementById('prompt-form').requestSubmit()")
-                    answer = "document.getElementById('answer').textContent"
-                    until(page, f"{answer}.split('\\n').length > 5")
-                    page.screenshot(path=path)
-            finally:
-                load.terminate()
-                load.wait()
-    with Image.open(path) as image:  # a page has few colours, so 96 of them show no difference
-        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
-
-
-def _wait_for(url: str, tokens: int) -> None:
-    """Wait until the server has generated `tokens` more tokens, at most `PHASE_LIMIT_S`."""
-    first, deadline_s = _generated(url), time.monotonic() + PHASE_LIMIT_S
-    while _generated(url) < first + tokens and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-
-
-def _generated(url: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        metrics = response.read().decode()
-    match = re.search(r"^vllm:generation_tokens_total\{.*\} (.*)$", metrics, re.M)
-    return float(match[1]) if match else 0.0
-
-
 def main() -> None:
     parser = CommandParser(prog="python -m bench.pictures", description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder ({FOLDER})")
@@ -191,10 +132,6 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     save_peers(args.out / "peers.png")
     rows = save_policies(args.out / "policies.png")
-    if MISSING is not None:
-        print(f"live-page.png: left out, {MISSING}", file=sys.stderr)
-    else:
-        save_live_page(args.out / "live-page.png")
     print_report("tokens per second over no drafts, by clients; simulated", rows)
 
 

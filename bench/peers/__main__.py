@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.failures import Failures
-from bench.peers.accuracy import WINDOW_TOKENS, agreement, perplexities, windows
+from bench.peers.agreement import agreement
 from bench.peers.figures import (
     FIGURES,
     PREFILL_PROMPTS,
@@ -47,7 +47,7 @@ from bench.peers.systems import (
     PACKAGES,
     PEERS,
     Sizes,
-    make_entrants,
+    make_systems,
     python_of,
     started,
 )
@@ -82,7 +82,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--prefill", action="store_true", help="also time long prompts")
     parser.add_argument("--startup", action="store_true", help="also time constructors")
-    parser.add_argument("--perplexity", type=Path, metavar="TEXT", help="also of this text")
     parser.add_argument("--skip-agreement", action="store_true", help="do not compare tokens")
     args = parser.parse_args(argv)
     if args.lookahead[0] != "off":
@@ -95,10 +94,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 find_model(name)
         except FieldError as error:
             parser.error(f"--model: {error}")
-    if not (args.batch or args.prefill or args.startup or args.perplexity):
+    if not (args.batch or args.prefill or args.startup):
         parser.error("--batch: give a batch, or another measurement")
-    if args.perplexity is not None and not args.perplexity.is_file():
-        parser.error(f"--perplexity: {args.perplexity} is not a file")
     return args
 
 
@@ -116,27 +113,27 @@ def compare_tokens(
     """Compare the tokens of the systems. Systems with a choice of dtype use float32."""
     tokens = args.prompt_tokens + args.output_tokens
     sizes = Sizes(COMPARED_SEQUENCES, tokens + 1, COMPARED_SEQUENCES * tokens)
-    entrants = make_entrants(model, args, sizes, exact=True)
-    if len(entrants) == 1:
+    systems = make_systems(model, args, sizes, exact=True)
+    if len(systems) == 1:
         return []
     prompts = make_prompts(model, args.prompt_tokens, COMPARED_SEQUENCES)
-    return agreement(model, entrants, prompts, args.output_tokens, failures)
+    return agreement(model, systems, prompts, args.output_tokens, failures)
 
 
 def time_systems(
     model: ModelFormats, args: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
-    entrants, rows = make_entrants(model, args, sizes_of(args)), []
+    systems, rows = make_systems(model, args, sizes_of(args)), []
     if args.startup:
-        rows += startups(model, entrants, args.repeats, failures)
+        rows += startups(model, systems, args.repeats, failures)
     if not args.batch and not args.prefill:
         return rows
-    with started(entrants, failures) as systems:
+    with started(systems, failures) as workers:
         for batch in args.batch:
-            rows += outputs(model, systems, batch, args, failures)
+            rows += outputs(model, workers, batch, args, failures)
             print(f"{model.name}, batch {batch} measured", flush=True)
         if args.prefill:
-            rows += prefill(model, systems, args, failures)
+            rows += prefill(model, workers, args, failures)
     return rows
 
 
@@ -144,7 +141,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, failures = parse(argv), Failures()
     rows: list[dict[str, Any]] = []
     compared: list[dict[str, Any]] = []
-    accuracy: list[dict[str, Any]] = []
     for name in args.model:
         failed = Failures()  # systems with this model
         with failures.caught(name), tempfile.TemporaryDirectory() as folder:
@@ -153,12 +149,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not args.skip_agreement:
                 compared += compare_tokens(model, args, failed)
             rows += time_systems(model, args, failed)
-            if args.perplexity is not None:
-                entrants = make_entrants(model, args, Sizes(1, WINDOW_TOKENS + 1, WINDOW_TOKENS))
-                accuracy += perplexities(model, entrants, windows(model, args.perplexity), failed)
         failures.words |= {f"{name}, {system}": words for system, words in failed.words.items()}
     title_start = f"peers: {args.prompt_tokens} tokens in, {args.output_tokens} out, greedy; "
-    tables = {"greedy tokens compared with cbatch, lookahead off": compared, "perplexity": accuracy}
+    tables = {"greedy tokens compared with cbatch, lookahead off": compared}
     for figure in FIGURES:
         tables[title_start + figure] = [row for row in rows if row["figure"] == figure]
     consoles = [print_table(title, table) for title, table in tables.items() if table]
@@ -167,8 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for note in _notes(args, compared, rows):
         consoles[-1].print(note, markup=False)
     settings = {"repeats": args.repeats, "threads": args.threads}
-    more = {"agreement": compared, "perplexity": accuracy} | settings
-    print_document(consoles[-1], rows, more)
+    print_document(consoles[-1], rows, {"agreement": compared} | settings)
     failures.end()
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from bench.failures import Failures
 from bench.peers.models import ModelFormats
-from bench.peers.systems import CBATCH, Entrant, System
-from bench.peers.worker import Prompts, Run
+from bench.peers.systems import CBATCH
+from bench.peers.worker import Prompts, Run, System, Worker
 from bench.report import rounded
 from bench.shapes import SHAPES
 from cbatch.demo import demo_prompts
@@ -46,7 +46,7 @@ def make_prompts(model: ModelFormats, tokens: int, count: int) -> Prompts:
 
 
 def measure(
-    systems: Sequence[System],
+    workers: Sequence[Worker],
     prompts: Prompts,
     batch: int,
     args: argparse.Namespace,
@@ -55,29 +55,30 @@ def measure(
     """Return the systems that did not fail, and the runs of each, one per repeat. Every other
     repeat runs them in reverse. Prompts are completed in successive batches: several small ones
     even out the differences between prompts."""
-    runs: dict[str, list[Run]] = {system.label: [] for system in systems}
+    runs: dict[str, list[Run]] = {worker.system.label: [] for worker in workers}
     for repeat in range(-1, args.repeats):  # the first warms up
         gc.collect()
-        for system in systems if repeat % 2 == 0 else reversed(systems):
-            if system.label in failures:
+        for worker in workers if repeat % 2 == 0 else reversed(workers):
+            label = worker.system.label
+            if label in failures:
                 continue
-            with failures.caught(system.label):
+            with failures.caught(label):
                 if repeat < 0:
-                    system.run(prompts[:batch], min(8, args.output_tokens))
+                    worker.run(prompts[:batch], min(8, args.output_tokens))
                     continue
                 total = Run(0.0, [])
                 for at in range(0, len(prompts), batch):
-                    run = system.run(prompts[at : at + batch], args.output_tokens)
+                    run = worker.run(prompts[at : at + batch], args.output_tokens)
                     outputs, steps_s = total.outputs + run.outputs, total.steps_s + run.steps_s
                     total = Run(total.seconds + run.seconds, outputs, steps_s)
-                runs[system.label].append(total)
-    working = [system for system in systems if system.label not in failures]
+                runs[label].append(total)
+    working = [worker.system for worker in workers if worker.system.label not in failures]
     return working, [runs[system.label] for system in working]
 
 
 def outputs(
     model: ModelFormats,
-    systems: Sequence[System],
+    workers: Sequence[Worker],
     batch: int,
     args: argparse.Namespace,
     failures: Failures,
@@ -86,7 +87,7 @@ def outputs(
     that report their steps."""
     count = -(-max(batch, args.prompts) // batch) * batch
     prompts = make_prompts(model, args.prompt_tokens, count)
-    systems, runs = measure(systems, prompts, batch, args, failures)
+    systems, runs = measure(workers, prompts, batch, args, failures)
     speeds = [[run.tokens_per_s for run in system_runs] for system_runs in runs]
     rows = rows_of(model.name, OUTPUT, batch, systems, speeds)
     stepping = [(s, each) for s, each in zip(systems, runs, strict=True) if each[0].steps_s]
@@ -99,39 +100,36 @@ def outputs(
 
 
 def prefill(
-    model: ModelFormats, systems: Sequence[System], args: argparse.Namespace, failures: Failures
+    model: ModelFormats, workers: Sequence[Worker], args: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
     """Return rows for random prompts: prompt tokens a second until each has an output token."""
     args = argparse.Namespace(**vars(args) | {"output_tokens": 1})
     drawn = np.random.default_rng(0).integers(1, _VOCAB_SIZE - 1, (PREFILL_PROMPTS, PREFILL_TOKENS))
-    systems, runs = measure(systems, drawn.tolist(), PREFILL_PROMPTS, args, failures)
+    systems, runs = measure(workers, drawn.tolist(), PREFILL_PROMPTS, args, failures)
     speeds = [[drawn.size / run.seconds for run in system_runs] for system_runs in runs]
     return rows_of(model.name, PREFILL, PREFILL_PROMPTS, systems, speeds)
 
 
 def startups(
-    model: ModelFormats, entrants: Sequence[Entrant], repeats: int, failures: Failures
+    model: ModelFormats, systems: Sequence[System], repeats: int, failures: Failures
 ) -> list[dict[str, Any]]:
     """Return rows for the seconds of a constructor, in a new process with all imports done. An
     untimed first turn creates the files and caches that later starts of a system reuse."""
-    values: dict[str, list[float]] = {entrant.label: [] for entrant in entrants}
+    values: dict[str, list[float]] = {system.label: [] for system in systems}
     for repeat in range(-1, repeats):
-        for entrant in entrants if repeat % 2 == 0 else reversed(entrants):
-            if entrant.label in failures:
-                continue
-            with failures.caught(entrant.label), entrant.new_worker() as worker:
-                seconds = worker.start(**entrant.settings)
-                if repeat >= 0:
-                    values[entrant.label].append(seconds)
-    started = [entrant for entrant in entrants if entrant.label not in failures]
-    return rows_of(model.name, STARTUP, 0, started, [values[each.label] for each in started])
+        for system in systems if repeat % 2 == 0 else reversed(systems):
+            if system.label not in failures:
+                with failures.caught(system.label), Worker(system) as worker:
+                    values[system.label].append(worker.start())
+    working = [system for system in systems if system.label not in failures]
+    return rows_of(model.name, STARTUP, 0, working, [values[each.label][1:] for each in working])
 
 
 def rows_of(
     model: str,
     figure: str,
     batch: int,
-    systems: Sequence[System | Entrant],
+    systems: Sequence[System],
     values: Sequence[Sequence[float]],
 ) -> list[dict[str, Any]]:
     """Return a row for each system from its values by turn: the median, and the median ratio to the

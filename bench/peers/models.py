@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.peers.gguf_files import BF16, F16, F32, convert, write_gguf
-from bench.peers.worker import Worker
+from bench.peers.worker import System, Worker
 from bench.shapes import SHAPES, write_random_model
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
@@ -59,8 +59,10 @@ class ModelFormats:
             raise FieldError("type", f"{self._kind} is written by llama.cpp", "name it by --llama")
         path = self._folder / f"{self.source.name.removesuffix(SUFFIX)}-{self._kind}.gguf"
         source = self.source if is_file else self._gguf_file("BF16")
-        with Worker("llama_cpp", self._llama, self._threads) as worker:
-            worker.start(model=None, max_sequences=0, tokens=0, threads=0, exact=False)
+        settings = {"model": None, "max_sequences": 0, "tokens": 0, "threads": 0, "exact": False}
+        system = System("llama.cpp", "off", "llama_cpp", self._llama, self._threads, settings)
+        with Worker(system) as worker:
+            worker.start()
             worker.call("quantise", str(source), str(path), self._kind, self._threads)
         return path
 

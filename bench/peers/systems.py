@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from bench.failures import Failures
 from bench.peers.models import ModelFormats
-from bench.peers.worker import Prompts, Run, Worker
+from bench.peers.worker import System, Worker
 from cbatch.runtime.model.gguf_file import is_gguf
 
 CBATCH, LLAMA_CPP, VLLM, OPENVINO, LAYERS = (
@@ -28,34 +28,6 @@ PEERS = tuple(PACKAGES)
 _VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
 
 
-class System(NamedTuple):
-    """An engine that completes a batch of prompts of equal length, greedily."""
-
-    name: str
-    lookahead: str
-    run: Callable[[Prompts, int], Run]
-
-    @property
-    def label(self) -> str:
-        return self.name if self.lookahead == "off" else f"{self.name} {self.lookahead}"
-
-
-class Entrant(NamedTuple):
-    """A system that is not started: its worker, the Python that has it, and its settings."""
-
-    name: str
-    lookahead: str
-    worker: str
-    python: str
-    threads: int
-    settings: dict[str, Any]
-
-    label = System.label
-
-    def new_worker(self) -> Worker:
-        return Worker(self.worker, self.python, self.threads)
-
-
 class Sizes(NamedTuple):
     """Limits of a run: concurrent sequences, tokens per sequence, and tokens per cbatch step."""
 
@@ -70,54 +42,54 @@ def python_of(peer: str, args: argparse.Namespace) -> str | None:
     return named or (sys.executable if find_spec(PACKAGES[peer]) is not None else None)
 
 
-def make_entrants(
+def make_systems(
     model: ModelFormats, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
-) -> list[Entrant]:
+) -> list[System]:
     """Return cbatch by lookahead, off first, then the installed peers in the given order. With
     `exact`, systems with a choice of dtype use float32."""
     threads, common = args.threads, {"max_sequences": sizes.max_sequences, "tokens": sizes.tokens}
     timed = common | {"threads": threads, "exact": exact}
     ours = timed | {"step_tokens": sizes.step_tokens, "draft": None, "lookahead": "off"}
-    entrants = []
+    systems: list[System] = []
 
-    def enter(name: str, worker: str, python: str, settings: dict[str, Any]) -> None:
+    def add(name: str, worker: str, python: str, settings: dict[str, Any]) -> None:
         lookahead = settings.get("lookahead", "off")
-        entrants.append(Entrant(name, lookahead, worker, python, threads, settings))
+        systems.append(System(name, lookahead, worker, python, threads, settings))
 
     for lookahead in args.lookahead if model.draft else ["off"]:
         draft = {} if lookahead == "off" else {"draft": str(model.draft), "lookahead": lookahead}
-        enter(CBATCH, "cbatch", sys.executable, ours | {"model": str(model.cbatch_path)} | draft)
+        add(CBATCH, "cbatch", sys.executable, ours | {"model": str(model.cbatch_path)} | draft)
     for peer in args.peer:
         python = python_of(peer, args)
         if python is None or (peer == OPENVINO and not is_gguf(model.source)):
             continue
         if peer == LLAMA_CPP:
-            enter(peer, "llama_cpp", python, timed | {"model": str(model.gguf(exact))})
+            add(peer, "llama_cpp", python, timed | {"model": str(model.gguf(exact))})
         elif peer == OPENVINO:
             settings = timed | {"step_tokens": sizes.step_tokens, "model": str(model.gguf(exact))}
-            enter(peer, "openvino", python, settings)
+            add(peer, "openvino", python, settings)
         elif peer == LAYERS:
             settings = ours | {"model": str(model.directory), "model_impl": peer}
-            enter(peer, "cbatch", python, settings)
+            add(peer, "cbatch", python, settings)
         else:
             dtype = "float32" if exact else model.dtype
             settings = common | {"model": str(model.directory), "dtype": dtype}
-            enter(peer, "vllm", python, settings | {"kv_bytes": _kv_bytes(model, sizes)})
-    return entrants
+            add(peer, "vllm", python, settings | {"kv_bytes": _kv_bytes(model, sizes)})
+    return systems
 
 
 @contextmanager
-def started(entrants: list[Entrant], failures: Failures) -> Iterator[list[System]]:
+def started(systems: list[System], failures: Failures) -> Iterator[list[Worker]]:
     """Start the systems that have not failed, each in a process that ends with the context."""
     with ExitStack() as stack:
-        systems = []
-        for entrant in entrants:
-            if entrant.label not in failures:
-                with failures.caught(entrant.label):
-                    worker = stack.enter_context(entrant.new_worker())
-                    worker.start(**entrant.settings)
-                    systems.append(System(entrant.name, entrant.lookahead, worker.run))
-        yield systems
+        workers = []
+        for system in systems:
+            if system.label not in failures:
+                with failures.caught(system.label):
+                    worker = stack.enter_context(Worker(system))
+                    worker.start()
+                    workers.append(worker)
+        yield workers
 
 
 def _kv_bytes(model: ModelFormats, sizes: Sizes) -> int:

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,29 +35,45 @@ class Run(msgspec.Struct):
         return self.tokens / self.seconds
 
 
-class Worker:
-    """A process that runs a module of `bench.peers.workers`. `python` is an interpreter that can
-    import the system. The constructor returns when the worker has imported the system. Every call
-    raises RuntimeError, with the end of the worker's output, if the worker dies."""
+class System(NamedTuple):
+    """A compared system: its module in `bench.peers.workers`, a Python that can import it, and its
+    settings."""
 
-    def __init__(self, module: str, python: str, threads: int) -> None:
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
-        self._module = module
+    name: str
+    lookahead: str
+    module: str
+    python: str
+    threads: int
+    settings: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.lookahead == "off" else f"{self.name} {self.lookahead}"
+
+
+class Worker:
+    """A process that runs a system. The constructor returns when it has imported the system. Every
+    call raises RuntimeError, with the end of the worker's output, if the worker dies."""
+
+    def __init__(self, system: System) -> None:
+        threads = str(system.threads)
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+        self.system = system
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [python, "-m", f"bench.peers.workers.{module}_worker"],
+            [system.python, "-m", f"bench.peers.workers.{system.module}_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
             text=True,
             cwd=ROOT,
-            env=os.environ | environment | {"HF_HUB_OFFLINE": "1"},
+            env=os.environ | environment,
         )
         self._read_answer()  # sent after the imports
 
-    def start(self, **settings: Any) -> float:
+    def start(self) -> float:
         """Construct the system. Return the seconds until it was ready."""
-        return float(self._ask(settings)["seconds"])
+        return float(self._ask(self.system.settings)["seconds"])
 
     def call(self, method: str, *arguments: Any) -> Any:
         return self._ask({"method": method, "arguments": arguments})["value"]
@@ -94,5 +110,5 @@ class Worker:
             self._output.seek(0)
             text = self._output.read().decode(errors="replace")
             self.__exit__()
-            raise RuntimeError(f"the worker of {self._module} died:\n{text[-3000:]}")
+            raise RuntimeError(f"the worker of {self.system.name} died:\n{text[-3000:]}")
         return json.loads(line)

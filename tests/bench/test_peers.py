@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,12 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from bench.failures import Failures
 from bench.peers import __main__ as peers
-from bench.peers import accuracy, figures, models
-from bench.peers.accuracy import agreement, first_differences
+from bench.peers import agreement as agreement_module
+from bench.peers import figures, models
+from bench.peers.agreement import agreement, first_differences
 from bench.peers.figures import DECODE, OUTPUT, STARTUP, make_prompts, rows_of
 from bench.peers.models import ModelFormats, write_directory
-from bench.peers.systems import Entrant, Sizes, System, make_entrants, started
-from bench.peers.worker import Prompts, Run, Worker
+from bench.peers.systems import Sizes, make_systems, started
+from bench.peers.worker import Prompts, Run, System, Worker
 from bench.peers.workers.cbatch_worker import CbatchSystem
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import RopeConfig
@@ -54,28 +55,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFormats:
     return files("llama-1m", tmp_path_factory.mktemp("models"))
 
 
+def system(name: str, module: str = "cbatch", **settings: Any) -> System:
+    return System(name, "off", module, sys.executable, 2, settings)
+
+
 class InProcess:
-    """An entrant and its worker without a process of its own."""
+    """A worker without a process of its own."""
 
-    worker, lookahead = "cbatch", "off"
+    def __init__(self, system: System) -> None:
+        self.system = system
 
-    def __init__(self, path: Path) -> None:
-        self.name = self.label = path.name
-        self.settings = OURS | {"model": str(path)}
-
-    def new_worker(self) -> InProcess:
-        return self
-
-    def start(self, **settings: Any) -> float:
-        self._system = CbatchSystem(**settings)
+    def start(self) -> float:
+        self._llm = CbatchSystem(**OURS | self.system.settings)
         return 1.0
 
     def run(self, prompts: Prompts, output_tokens: int) -> Run:
-        outputs, ends_s = self._system.run(prompts, output_tokens)
+        outputs, ends_s = self._llm.run(prompts, output_tokens)
         return Run(1.0, outputs, np.diff(ends_s).tolist())
 
     def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._system, method)(*arguments)
+        return getattr(self._llm, method)(*arguments)
 
     def __enter__(self) -> InProcess:
         return self
@@ -83,18 +82,18 @@ class InProcess:
     def __exit__(self, *_: object) -> None: ...
 
 
-def fixed(name: str, *values: float, outputs: Prompts | None = None) -> System:
-    """A system whose runs take `values` seconds; RuntimeError for 0."""
-    times_s = iter(values)
+def fixed(name: str, *seconds: float) -> Any:
+    """A worker whose runs take these times; RuntimeError for 0."""
+    times_s = iter(seconds)
 
     def run(prompts: Prompts, output_tokens: int) -> Run:
-        seconds = next(times_s)
-        if not seconds:
+        run_s = next(times_s)
+        if not run_s:
             raise RuntimeError("out of memory")
-        steps_s = [seconds / 2 / (output_tokens - 1)] * (output_tokens - 1)
-        return Run(seconds, [[7] * output_tokens for _ in prompts], steps_s)
+        steps_s = [run_s / 2 / (output_tokens - 1)] * (output_tokens - 1)
+        return Run(run_s, [[7] * output_tokens for _ in prompts], steps_s)
 
-    return System(name, "off", run)
+    return SimpleNamespace(system=system(name), run=run)
 
 
 @pytest.mark.slow
@@ -115,7 +114,9 @@ def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> 
     assert all(row["value"] > 0 for row in summary["results"])
 
 
-def test_another_model_is_found_out(model: ModelFormats, tmp_path: Path) -> None:
+def test_another_model_is_found_out(
+    model: ModelFormats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rotary pairs are in the other order, as a wrong conversion would leave them."""
     wrong = tmp_path / "wrong"
     wrong.mkdir()
@@ -127,8 +128,9 @@ def test_another_model_is_found_out(model: ModelFormats, tmp_path: Path) -> None
             halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
             tensors[name] = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
     save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
-    entrants: Any = [InProcess(path) for path in (model.source, model.source, wrong)]
-    right, other = agreement(model, entrants, make_prompts(model, 48, 4), 12, Failures())
+    monkeypatch.setattr(agreement_module, "Worker", InProcess)
+    systems = [system("x", model=str(path)) for path in (model.source, model.source, wrong)]
+    right, other = agreement(model, systems, make_prompts(model, 48, 4), 12, Failures())
     assert right["agrees"] and right["equal"] == 4
     assert not other["agrees"] and other["equal"] < 4 and other["logit_gap"] > 0.1
 
@@ -142,9 +144,9 @@ def test_only_the_first_difference_counts() -> None:
 
 def test_our_worker_reports_steps_and_log_probabilities(model: ModelFormats) -> None:
     """The first step has the first token of every prompt."""
-    prompts, system = make_prompts(model, 20, 3), InProcess(model.source)
-    system.start(**system.settings)
-    run = system.run(prompts, 6)
+    prompts, worker = make_prompts(model, 20, 3), InProcess(system("x", model=str(model.source)))
+    worker.start()
+    run = worker.run(prompts, 6)
     assert len(run.steps_s) == 5 and min(run.steps_s) > 0 and run.tokens == 18
     from transformers import AutoModelForCausalLM
 
@@ -152,7 +154,7 @@ def test_our_worker_reports_steps_and_log_probabilities(model: ModelFormats) -> 
     ids = torch.tensor(prompts)
     with torch.inference_mode():
         expected = peer(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    assert np.allclose(system.call("logprobs", prompts), expected.numpy(), atol=1e-4)
+    assert np.allclose(worker.call("logprobs", prompts), expected.numpy(), atol=1e-4)
 
 
 @needs("llama_cpp")
@@ -160,8 +162,8 @@ def test_llama_cpp_keeps_its_sequences_apart(model: ModelFormats, tmp_path: Path
     path = tmp_path / "model.gguf"
     write_gguf(path, *convert(model.source, F32))
     settings = {"model": str(path), "max_sequences": 3, "tokens": 40, "threads": 2, "exact": False}
-    with Worker("llama_cpp", sys.executable, 2) as worker:
-        worker.start(**settings)
+    with Worker(system("llama.cpp", "llama_cpp", **settings)) as worker:
+        worker.start()
         prompts = make_prompts(model, 30, 3)
         run = worker.run(prompts, 8)
         assert len(run.steps_s) == 7 and 0 < sum(run.steps_s) < run.seconds
@@ -193,8 +195,8 @@ def test_openvino_reads_the_same_file_and_keeps_its_sequences_apart(tmp_path: Pa
     model = files("smollm2", tmp_path)
     prompts = make_prompts(model, 24, 3)
     sizes = {"max_sequences": 4, "tokens": 64, "step_tokens": 32, "threads": 2, "exact": True}
-    with Worker("openvino", sys.executable, 2) as worker:
-        worker.start(model=str(model.source), **sizes)
+    with Worker(system("openvino", "openvino", model=str(model.source), **sizes)) as worker:
+        worker.start()
         together = worker.run(prompts, 8)
         alone = [worker.run([prompt], 8).outputs[0] for prompt in prompts]
     assert together.outputs == alone and {len(ids) for ids in alone} == {8}
@@ -212,7 +214,6 @@ def test_openvino_reads_the_same_file_and_keeps_its_sequences_apart(tmp_path: Pa
         (("--peer", "ollama"), "argument --peer: invalid choice: 'ollama'"),
         (("--lookahead", "adaptive"), "--lookahead: ratios are relative to off"),
         (("--batch",), "--batch: give a batch, or another measurement"),
-        (("--perplexity", "gone.txt"), "--perplexity: gone.txt is not a file"),
     ],
 )
 def test_what_is_refused(
@@ -231,7 +232,7 @@ def test_what_was_measured_is_printed_with_notes(
             raise ValueError("the demo cannot be converted")
         with failures.caught("vllm"):
             raise RuntimeError("no such device")
-        return rows_of(model.name, OUTPUT, 1, [fixed("cbatch")], [[2.0]])
+        return rows_of(model.name, OUTPUT, 1, [system("cbatch")], [[2.0]])
 
     monkeypatch.setattr(peers, "time_systems", time_systems)
     named = ["--peer", "openvino", "--openvino", "/o/python", "--skip-agreement"]
@@ -246,7 +247,7 @@ def test_what_was_measured_is_printed_with_notes(
 def test_peers_are_found_where_they_are_named(model: ModelFormats, tmp_path: Path) -> None:
     words = ["--llama", "/l/python", "--vllm", "/v/python", "--openvino", "/o/python"]
     args = peers.parse([*words, "--threads", "3"])
-    named = {each.name: each for each in make_entrants(model, args, Sizes(8, 128, 1024))}
+    named = {each.name: each for each in make_systems(model, args, Sizes(8, 128, 1024))}
     assert list(named) == ["cbatch", "llama.cpp", "vllm", "transformers"]
     assert named["llama.cpp"].python == "/l/python" and named["vllm"].python == "/v/python"
     assert {each.threads for each in named.values()} == {3}
@@ -256,7 +257,7 @@ def test_peers_are_found_where_they_are_named(model: ModelFormats, tmp_path: Pat
     assert not named["cbatch"].settings["exact"], "blocks of a GGUF file stay blocks"
     write_gguf(tmp_path / "a.gguf", *convert(model.source, F16))
     file = files(tmp_path / "a.gguf", tmp_path)
-    _, _, _, openvino, _ = make_entrants(file, args, Sizes(8, 128, 1024), exact=True)
+    _, _, _, openvino, _ = make_systems(file, args, Sizes(8, 128, 1024), exact=True)
     assert openvino.python == "/o/python" and openvino.settings == {
         **{"model": str(file.source), "max_sequences": 8, "tokens": 128},
         **{"step_tokens": 1024, "threads": 3, "exact": True},
@@ -268,10 +269,8 @@ class Quantiser(InProcess):
 
     calls: list[tuple[Any, ...]] = []
 
-    def __init__(self, module: str, python: str, threads: int) -> None: ...
-
-    def start(self, **settings: Any) -> float:
-        assert settings["model"] is None
+    def start(self) -> float:
+        assert self.system.settings["model"] is None and self.system.python == "/l/python"
         return 0.0
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -347,10 +346,10 @@ def test_a_system_that_fails_is_left_out(
 ) -> None:
     """It fails in the warm-up, in the first repeat, in the last, or never."""
     args = argparse.Namespace(prompts=2, prompt_tokens=5, output_tokens=3, repeats=3)
-    systems = [fixed("early", 0.0), fixed("first", 1.0, 0.0), fixed("last", 1.0, 1.0, 1.0, 0.0)]
-    systems += [fixed("never", 1.0, 2.0, 4.0, 8.0)]
+    workers = [fixed("early", 0.0), fixed("first", 1.0, 0.0), fixed("last", 1.0, 1.0, 1.0, 0.0)]
+    workers += [fixed("never", 1.0, 2.0, 4.0, 8.0)]
     failures = Failures()
-    whole, decoding = figures.outputs(model, systems, 2, args, failures)
+    whole, decoding = figures.outputs(model, workers, 2, args, failures)
     assert whole["system"] == decoding["system"] == "never"
     assert whole["value"] == 6 / 4 and (whole["min"], whole["max"]) == (6 / 8, 6 / 2)
     assert decoding["value"] == 4 / 2, "without each prompt's first token, and the time until it"
@@ -362,51 +361,25 @@ def test_a_system_that_fails_is_left_out(
 
 
 def test_a_system_that_does_not_start_is_left_out() -> None:
-    absent = Entrant("gone", "off", "gone", sys.executable, 1, {})
-    wrong = Entrant("cbatch", "off", "cbatch", sys.executable, 1, {"nonsense": 1})
     failures = Failures()
-    with started([absent, wrong], failures) as systems:
-        assert systems == []
+    with started([system("gone", "gone"), system("cbatch", nonsense=1)], failures) as workers:
+        assert workers == []
     assert "gone_worker" in failures.words["gone"]
     assert "the worker of cbatch died" in failures.words["cbatch"]
     assert "missing" in failures.words["cbatch"]
 
 
-def test_rows_are_medians_and_ratios_within_a_turn(model: ModelFormats) -> None:
-    systems = [fixed(name) for name in ("cbatch", "llama.cpp", "vllm")]
+def test_rows_are_medians_and_ratios_within_a_turn(
+    model: ModelFormats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systems = [system(name) for name in ("cbatch", "llama.cpp", "vllm")]
     values = [[20.0, 60.0, 10.0], [10.0, 40.0, 10.0], [5.0, 10.0, 2.0]]
     own, llama, vllm = rows_of("m", OUTPUT, 8, systems, values)
     assert (own["value"], own["min"], own["max"]) == (20.0, 10.0, 60.0)
     assert (own["to_peer"], own["to_min"], own["to_max"]) == (1.5, 1.0, 2.0)
     assert llama["to_peer"] == 1.0 and llama["ours_to_it"] == 1.5
     assert (vllm["to_peer"], vllm["ours_to_it"]) == (0.25, 5.0)
-    entrant: Any = InProcess(model.source)
-    entrant.start = lambda **_: 3.0
-    (alone,) = figures.startups(model, [entrant], 2, Failures())
+    monkeypatch.setattr(InProcess, "start", lambda self: 3.0)
+    monkeypatch.setattr(figures, "Worker", InProcess)
+    (alone,) = figures.startups(model, systems[:1], 2, Failures())
     assert (alone["figure"], alone["value"], alone["to_peer"]) == (STARTUP, 3.0, None)
-
-
-def test_perplexity_and_the_distance_to_the_first(model: ModelFormats) -> None:
-    one = np.log(np.array([[0.5, 0.5], [0.25, 0.25]]))
-    entrants: Any = [InProcess(Path(name)) for name in ("cbatch", "llama.cpp")]
-    for entrant, logprobs in zip(entrants, (one, one - [[0.1], [0.3]]), strict=True):
-        entrant.start, entrant.call = lambda **_: 0.0, lambda *_, logprobs=logprobs: logprobs
-    own, other = accuracy.perplexities(model, entrants, [[1], [2]], Failures())
-    assert own["perplexity"] == pytest.approx(math.sqrt(8), abs=1e-3) and own["tokens"] == 4
-    assert own["more_nats"] == 0.0 and other["more_nats"] == pytest.approx(0.2)
-    assert other["ci95"] == pytest.approx(12.706 * 0.1, abs=1e-3)
-
-
-def test_a_text_is_cut_into_whole_windows(tmp_path: Path, model: ModelFormats) -> None:
-    text, demo = tmp_path / "text", files("demo", tmp_path)
-    text.write_text("for i in range(10):\n    print(i)\n" * 200)
-    windows = accuracy.windows(demo, text)
-    assert demo.tokenizer is not None and {len(ids) for ids in windows} == {512}
-    flat = [token for ids in windows for token in ids]
-    whole = list(demo.tokenizer.encode(text.read_text()))
-    assert flat == whole[: len(flat)] and len(whole) - len(flat) < 512
-    text.write_text("short")
-    with pytest.raises(ValueError, match="a window has 512"):
-        accuracy.windows(demo, text)
-    with pytest.raises(ValueError, match="has no tokenizer"):
-        accuracy.windows(model, text)

@@ -1,15 +1,12 @@
-"""The simulator's speed, and its comparison with an engine, here with engines whose steps take no
-time."""
+"""The comparison of the simulator with an engine, here with engines whose steps take no time."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.simulator import __main__ as speed
 from bench.simulator import compare
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import EngineCore
@@ -52,19 +49,6 @@ def requests(count: int, gap_s: float) -> list[TraceRequest]:
     return [
         TraceRequest(arrival_s=i * gap_s, prompt_tokens=8, output_tokens=9) for i in range(count)
     ]
-
-
-def test_speed_is_a_table_and_then_one_json_line(capsys, monkeypatch, tmp_path):
-    trace = tmp_path / "trace.csv"
-    rows = "".join(f"{i},100,5\n" for i in range(9))
-    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
-    monkeypatch.setattr("sys.argv", ["bench.simulator", str(trace), "--requests", "4"])
-    speed.main()
-    *table, last = capsys.readouterr().out.strip().split("\n")
-    assert any("us_per_step" in line for line in table)
-    (row,) = json.loads(last)["results"]
-    assert (row["requests"], row["steps"]) == (4, 20)
-    assert row["us_per_step"] > 0 and row["of_limit"] > 0
 
 
 def step(tokens: int, drafted: int, accepted: int) -> Output:

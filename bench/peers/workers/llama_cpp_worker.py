@@ -68,18 +68,6 @@ class LlamaCpp:
             ends_s.append(time.perf_counter())
         return np.stack([*columns, chosen], axis=1).tolist(), ends_s
 
-    def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
-        """Return the log probabilities of all tokens but the first. Prompts fit into a batch."""
-        values = []
-        for prompt in prompts:
-            lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
-            ids, at = np.asarray(prompt, dtype=np.int32), np.arange(len(prompt) - 1)
-            logits = self._decode(ids[:-1], at, 0 * at, at >= 0).astype(np.float64)
-            logits -= logits.max(axis=1, keepdims=True)
-            log_sum = np.log(np.exp(logits).sum(axis=1))
-            values.append((logits[at, ids[1:]] - log_sum).tolist())
-        return values
-
     def quantise(self, source: str, target: str, kind: str, threads: int) -> None:
         """Convert a file into type `kind`, a name of llama.cpp's such as Q4_K_M; the source may be
         quantised. Raises RuntimeError."""
