@@ -169,9 +169,7 @@ def _notes(
 ) -> list[str]:
     notes = [f"{args.threads} threads each; medians of {args.repeats} repeats"]
     absent = [peer for peer in args.peer if python_of(peer, args) is None]
-    for peer in absent:
-        flag = FLAGS.get(peer, "nothing but the extra `models`")
-        notes.append(f"{peer} left out: name a Python that has it by {flag}")
+    notes += [f"{peer} left out: name a Python that has {PACKAGES[peer]}" for peer in absent]
     timed = {row["model"] for row in rows}
     left_out = timed - {row["model"] for row in rows if row["system"] == OPENVINO}
     if OPENVINO in args.peer and OPENVINO not in absent and left_out:

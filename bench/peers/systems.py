@@ -14,13 +14,8 @@ from bench.peers.models import ModelFormats
 from bench.peers.worker import System, Worker
 from cbatch.runtime.model.gguf_file import is_gguf
 
-CBATCH, LLAMA_CPP, VLLM, OPENVINO, LAYERS = (
-    "cbatch",
-    "llama.cpp",
-    "vllm",
-    "openvino",
-    "transformers",
-)
+CBATCH, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
+OPENVINO, LAYERS = "openvino", "transformers"
 # The package of each peer, and the flag that names another Python that has it.
 PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm", OPENVINO: "openvino_genai", LAYERS: LAYERS}
 FLAGS = {LLAMA_CPP: "--llama", VLLM: "--vllm", OPENVINO: "--openvino"}

@@ -56,7 +56,7 @@ _MAX_NUM_SEQS = 32
 Prompts = Sequence[Sequence[int]]
 
 
-class Served(NamedTuple):
+class ServedRequest(NamedTuple):
     """A request that the engine has served, with the times of `Record`."""
 
     arrival_s: float
@@ -72,7 +72,7 @@ class Case(msgspec.Struct):
     policy: str
     load: float
     requests: list[TraceRequest]
-    runs: list[list[Served]] = []
+    runs: list[list[ServedRequest]] = []
 
 
 class SimulatedEngine(NamedTuple):
@@ -141,7 +141,7 @@ def record_acceptances(engine: Engine, texts: Prompts) -> list[list[int]]:
     return [acceptances_of(outputs) for outputs in outputs_of.values()]
 
 
-def serve(engine: Engine, requests: Sequence[TraceRequest], texts: Prompts) -> list[Served]:
+def serve(engine: Engine, requests: Sequence[TraceRequest], texts: Prompts) -> list[ServedRequest]:
     """Serve the requests at their arrival times from now on, with `texts` as prompts in turn."""
     times_s: dict[int, list[float]] = {}  # by request: times of its first and its last token
     gc.collect()
@@ -164,11 +164,11 @@ def serve(engine: Engine, requests: Sequence[TraceRequest], texts: Prompts) -> l
         first_s, last_s = (at_s - request.arrival_s for at_s in times_s[index])
         tokens = request.output_tokens
         tpot_s = (last_s - first_s) / (tokens - 1) if tokens > 1 else None
-        served.append(Served(request.arrival_s, tokens, first_s, tpot_s, last_s))
+        served.append(ServedRequest(request.arrival_s, tokens, first_s, tpot_s, last_s))
     return served
 
 
-def measures(run: Sequence[Served | Record]) -> dict[str, float]:
+def measures(run: Sequence[ServedRequest | Record]) -> dict[str, float]:
     """Return tokens per second and percentiles of one run, real or simulated."""
     end_s = max(record.arrival_s + record.e2e_s for record in run)
     duration_s = end_s - min(record.arrival_s for record in run)

@@ -27,6 +27,7 @@ from bench.peers.models import ModelFormats, write_directory
 from bench.peers.systems import Sizes, make_systems, started
 from bench.peers.worker import Prompts, Run, System, Worker
 from bench.peers.workers.cbatch_worker import CbatchSystem
+from bench.shapes import SHAPES
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import RopeConfig
 from cbatch.runtime.model.gguf_file import read_gguf
@@ -311,6 +312,10 @@ def test_a_directory_from_a_file_is_the_same_model(
     tmp_path: Path, family: str, rope: str, kind: int
 ) -> None:
     build(tmp_path, family, rope)
+    if rope == "llama3":  # with the context of its pretraining, which a file does not have
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["rope_parameters"] = SHAPES["llama-1b"]["rope_parameters"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
     file, directory = tmp_path / "model.gguf", tmp_path / "directory"
     write_gguf(file, *convert(tmp_path, kind))
     write_directory(file, directory)

@@ -99,7 +99,7 @@ def test_a_run_is_compared_with_its_simulation() -> None:
         run = simulated.replay(OpenLoop(case.requests), policy)
         case.runs = [
             [
-                compare.Served(
+                compare.ServedRequest(
                     r.arrival_s * f, r.output_tokens, r.ttft_s * f, (r.tpot_s or 0) * f, r.e2e_s * f
                 )
                 for r in run
