@@ -80,12 +80,14 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Single functions are compared with the run before, in .benchmarks. Several threads would wait for each
+# other on a busy machine.
 bench: $(DEV)
 	$(BIN)/python -m bench.scheduler
-	$(BIN)/python -m bench.engine
-	$(BIN)/python -m bench.micro
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only \
+		--benchmark-autosave --benchmark-compare --benchmark-max-time=0.5 -W default
 
-# Draw the pictures of README and docs again; the live page needs a headless Chromium.
+# Draw the pictures of README and docs again, but for screenshots and those of other commands.
 pictures: $(DEV)
 	$(BIN)/python -m bench.pictures
 

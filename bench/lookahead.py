@@ -38,7 +38,6 @@ import numpy as np
 from rich.progress import Progress
 
 from bench.failures import Failures
-from bench.plot import save_lines
 from bench.report import print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.cli.parser import CommandParser
@@ -72,12 +71,6 @@ class PolicyRun(msgspec.Struct):
     tokens: int
     seconds: float
     speculation: Speculation
-    # By depth: drafts made, drafts predicted to survive, drafts that survived. float64 [3, k]
-    survival: np.ndarray | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
 
     def add(self, other: PolicyRun) -> None:
         self.tokens += other.tokens
@@ -150,42 +143,6 @@ class EndlessLoop:
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
-def survival_so_far(engine: Engine) -> np.ndarray:
-    """Return totals as in `PolicyRun.survival`; [3, 0] for a policy without predictions."""
-    stats = engine.scheduler.state.policy.stats
-    if stats is None:
-        return np.zeros((3, 0))
-    totals = stats.calibration
-    return np.array([totals.drafted, totals.predicted, totals.survived])
-
-
-def survival_totals(runs: Sequence[PolicyRun]) -> np.ndarray | None:
-    """Return the totals of `PolicyRun.survival` over all runs, or None without predictions."""
-    parts = [run.survival for run in runs if run.survival is not None]
-    totals: np.ndarray = np.add.reduce(parts) if parts else np.zeros((3, 0))
-    return totals if totals[0].sum() else None
-
-
-def survival_error(runs: Sequence[PolicyRun]) -> float | None:
-    """Return |predicted - survived|, summed over depths and divided by the number of drafts."""
-    totals = survival_totals(runs)
-    if totals is None:
-        return None
-    drafted, predicted, survived = totals
-    return float(np.abs(predicted - survived).sum() / drafted.sum())
-
-
-def expected_survival_error(runs: Sequence[PolicyRun]) -> float | None:
-    """Return the `survival_error` that chance alone causes if all predictions are right: the number
-    of survivors at a depth is binomial."""
-    totals = survival_totals(runs)
-    if totals is None:
-        return None
-    drafted, predicted, _ = totals
-    missed = np.maximum(1 - predicted / np.maximum(drafted, 1), 0)
-    return float(np.sqrt(2 / np.pi * predicted * missed).sum() / drafted.sum())
-
-
 def make_prompts(workload: str, model: str | Path) -> Prompts:
     """Return the token ids of a workload's prompts; a mix alternates between two kinds."""
     tokenizer = tokenizer_of(model)
@@ -246,14 +203,12 @@ def measure(
     runs: dict[str, list[PolicyRun]] = {policy: [] for policy in policies}
     for _ in range(args.cycles):
         cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
-        before = {policy: survival_so_far(engine) for policy, engine in engines.items()}
         for turn in range(turns):
             first = turn % len(policies)  # so that each policy is first equally often
             for policy in (*policies[first:], *policies[:first]):
                 cycle[policy].add(loops[policy].run(tokens))
             advance()
         for policy, run in cycle.items():
-            run.survival = survival_so_far(engines[policy]) - before[policy]
             runs[policy].append(run)
     for loop in loops.values():
         loop.stop()
@@ -271,7 +226,7 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
     """Return a row per policy: the speed over all cycles and its ratios to other policies, with
     95 % intervals."""
     costs = {
-        policy: np.array([1 / r.tokens_per_s for r in policy_runs])
+        policy: np.array([run.seconds / run.tokens for run in policy_runs])
         for policy, policy_runs in runs.items()
     }
     constants = [policy for policy in _CONSTANTS if policy in costs]
@@ -296,8 +251,6 @@ def rows_of(workload: str, batch: int, runs: dict[str, list[PolicyRun]]) -> list
                 "ratio_to_off_low95": rounded(off_low),
                 "steps_with_drafts": rounded(total.drafting_share),
                 "mean_accepted_tokens": rounded(total.mean_accepted_tokens),
-                "survival_error": rounded(survival_error(runs[policy])),
-                "survival_chance": rounded(expected_survival_error(runs[policy])),
                 "best_fixed": best,
             }
         )
@@ -331,7 +284,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--verification", default="auto", choices=_VERIFICATIONS)
-    parser.add_argument("--plot", type=Path, default=Path("build/lookahead.png"))
     return parser.parse_args(argv)
 
 
@@ -378,19 +330,12 @@ def main() -> None:
                 break
     if not rows:
         failures.end()
-    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        lines = series.setdefault(row["workload"], {})
-        lines.setdefault(row["policy"], []).append((row["batch"], row["ratio_to_off"]))
-    labels = {"x_label": "requests in flight", "y_label": "tokens/s over lookahead off"}
-    save_lines(args.plot, series, **labels, highlight="adaptive")
     print_report(
         f"lookahead policies: {args.model or 'demo pair'}, {args.output_tokens} tokens out, "
         f"temperature {args.temperature:g}, verification {args.verification}",
         rows,
         notes=(
             f"{args.cycles} times through all prompts, policies in short turns at the same tokens",
-            f"plot: {args.plot}",
         ),
     )
     failures.end()

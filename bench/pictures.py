@@ -1,27 +1,19 @@
 """The pictures of the README and the docs: `python -m bench.pictures`, or `make pictures`.
 
 `peers.png` shows figures of docs/benchmarks.md. `policies.png` is simulated, so it is the same on
-every machine. `live-page.png` is the page of the demo server under load in a headless Chromium, and
-is left out without that browser.
+every machine.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.browser import MISSING, browsing, until
-from bench.plot import pyplot
+from matplotlib import pyplot
+
 from bench.report import print_report, rounded
-from bench.server.started import started
 from cbatch.cli.parser import CommandParser
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
@@ -30,16 +22,13 @@ from sim.workload.generate import generate
 from sim.workload.lengths import lognormal
 from sim.workload.traces.reader import write_requests
 
+pyplot.switch_backend("Agg")  # needs no display
 FOLDER = Path("docs/pictures")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REQUESTS = 300  # plus six per client, so that the last requests have little weight
 ACCEPTANCE = "beta:0.6,3"  # acceptance differs widely between requests
 COLORS = {"fixed:2": "#8fb8de", "fixed:4": "#5b8db8", "fixed:8": "#2f5d8a", "adaptive": "#d4622a"}
-SERVER = "--max-num-seqs 8 --num-blocks 480 --max-model-len 1024"
 MEASURED = Path("docs/benchmarks.md")
-PHASES = ((2, 1_500), (8, 15_000))  # (clients, tokens generated in the phase)
-PHASE_LIMIT_S = 90.0  # time limit of a phase, for a busy machine
-WIDTH, HEIGHT, SCALE = 1400, 900, 1.4  # page in CSS pixels, and screen pixels per CSS pixel
 
 
 def simulated(policy: str, clients: int) -> float:
@@ -65,48 +54,33 @@ def simulated(policy: str, clients: int) -> float:
     return tokens_per_s
 
 
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def save_policies(path: Path) -> list[dict[str, Any]]:
     """Draw `policies.png` and return its figures."""
     off = {clients: simulated("off", clients) for clients in CLIENTS}
     lines = {p: [simulated(p, c) / off[c] for c in CLIENTS] for p in COLORS}
-    figure, axis = pyplot.subplots(figsize=(8.4, 4.0))
-    axis.axhline(1, color="0.45", linewidth=1.2, linestyle=(0, (4, 3)))
+    figure, axis = pyplot.subplots(figsize=(8.4, 4.0), layout="constrained")
+    axis.axhline(1, color="0.45", lw=1.2, ls=(0, (4, 3)), label="no drafts")
     for policy, ratios in lines.items():
-        is_default = policy == "adaptive"
-        width, mark = (3.0, 5.5) if is_default else (1.8, 3.5)
-        axis.plot(
-            CLIENTS, ratios, "o-", color=COLORS[policy], lw=width, ms=mark, clip_on=False, zorder=3
-        )
-    # Names are at the ends of their lines, moved apart where they would overlap.
-    ends = {"no drafts": 1.0} | {policy: ratios[-1] for policy, ratios in lines.items()}
-    height = 0.0
-    for name, end in sorted(ends.items(), key=lambda item: item[1]):
-        height = max(end, height + 0.075)
-        color = COLORS.get(name, "0.35")
-        weight = "bold" if name == "adaptive" else "normal"
-        axis.annotate(
-            f"{name} (default)" if name == "adaptive" else name,
-            (CLIENTS[-1] * 1.12, height),
-            color=color,
-            weight=weight,
-            va="center",
-            annotation_clip=False,
-        )
-    axis.set(xscale="log", xlim=(1, CLIENTS[-1]), ylim=(0.4, 1.6))
+        width, mark = (3.0, 5.5) if policy == "adaptive" else (1.8, 3.5)
+        axis.plot(CLIENTS, ratios, "o-", color=COLORS[policy], lw=width, ms=mark, label=policy)
+    axis.legend(frameon=False)
+    axis.set(xscale="log", ylim=(0.4, 1.6), xlabel="requests in flight")
     axis.set_xticks(CLIENTS, [str(clients) for clients in CLIENTS])
     axis.minorticks_off()
-    axis.set_yticks([0.5, 0.75, 1.0, 1.25, 1.5], ["0.5x", "0.75x", "1x", "1.25x", "1.5x"])
+    axis.yaxis.set_major_formatter("{x:g}x")
     axis.grid(axis="y", color="0.92")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel("requests in flight")
-    axis.set_title("Tokens per second over no drafts", loc="left", fontsize=12, pad=22)
-    subtitle = (
-        "Simulated: Llama-3.1-8B with a 1B draft on one H100; acceptance differs between requests"
+    title = (
+        "Tokens per second over no drafts. Simulated: Llama-3.1-8B with a 1B draft on one H100;\n"
+        "acceptance differs between requests"
     )
-    axis.annotate(subtitle, (0, 1.03), xycoords="axes fraction", color="0.35", fontsize=9.5)
-    figure.subplots_adjust(left=0.07, right=0.81, top=0.86, bottom=0.13)
-    figure.savefig(path, dpi=160, metadata={"Software": None})
-    pyplot.close(figure)
+    axis.set_title(title, loc="left", fontsize=10)
+    _save(figure, path)
     return [
         {"policy": policy} | {str(c): rounded(r) for c, r in zip(CLIENTS, ratios, strict=True)}
         for policy, ratios in lines.items()
@@ -134,105 +108,31 @@ def save_peers(path: Path) -> None:
         places = [x + (at - 1) * 0.27 for x in range(len(llama))]
         drawn = axes[0].bar(places, bars, 0.25, color=shades[at], label=f"{flight} in flight")
         axes[0].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
-    axes[0].set_xticks(range(len(llama)), llama)
     axes[0].legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
     drawn = axes[1].bar(range(5), vllm, 0.6, color=COLORS["adaptive"])
     axes[1].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
-    axes[1].set_xticks(range(5), ["1", "8", "32", "64", "128"])
-    axes[1].set_xlabel("bf16, requests in flight", fontsize=9)
-    axes[0].set_xlabel("GGUF type", fontsize=9)
-    for axis, name in zip(axes, ("llama.cpp, same GGUF file", "vLLM for CPUs"), strict=True):
-        axis.axhline(1, color="0.45", linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
+    for axis, name, ticks, label in (
+        (axes[0], "llama.cpp, same GGUF file", llama, "GGUF type"),
+        (axes[1], "vLLM for CPUs", ("1", "8", "32", "64", "128"), "bf16, requests in flight"),
+    ):
+        axis.set_xticks(range(len(ticks)), ticks)
+        axis.set_xlabel(label, fontsize=9)
+        axis.axhline(1, color="0.45", lw=1.2, ls=(0, (4, 3)), zorder=0)
         axis.set_title(f"Tokens per second over {name}", loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylim=(0, 7.2), yticks=(0, 1, 2, 4, 6), yticklabels=("0", "1x", "2x", "4x", "6x"))
     figure.tight_layout()
-    figure.savefig(path, dpi=160, metadata={"Software": None})
-    pyplot.close(figure)
-
-
-def save_live_page(path: Path) -> None:
-    # One thread: idle threads spin, while the browser and the load need a core.
-    with started(SERVER.split(), {"OMP_NUM_THREADS": "1"}) as port, browsing(SCALE) as (page, _):
-        url = f"http://127.0.0.1:{port}"
-        page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
-        page.goto(f"{url}/")
-        for clients, tokens in PHASES:
-            with _loaded(url, clients):
-                _wait_for(url, tokens)
-                if clients == PHASES[-1][0]:
-                    _save_screenshot(page, path)
-    _shrink(path)
-
-
-@contextmanager
-def _loaded(url: str, clients: int) -> Iterator[None]:
-    words = f"bench {url} --concurrency {clients} --requests 5000 --prompts demo --quiet"
-    lengths = ["--output-tokens", "uniform:80:320"]
-    load = subprocess.Popen(
-        [sys.executable, "-m", "cbatch.cli.main", *words.split(), *lengths],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        yield
-    finally:
-        load.terminate()
-        load.wait()
-
-
-def _wait_for(url: str, tokens: int) -> None:
-    """Wait until the server has generated `tokens` more tokens, at most `PHASE_LIMIT_S`."""
-    first, deadline_s = _generated(url), time.monotonic() + PHASE_LIMIT_S
-    while _generated(url) < first + tokens and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-
-
-def _generated(url: str) -> float:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
-        match = re.search(
-            r"^vllm:generation_tokens_total\{.*\} (.*)$", response.read().decode(), re.M
-        )
-    return float(match[1]) if match else 0.0
-
-
-def _save_screenshot(page: Any, path: Path) -> None:
-    height = page.evaluate("document.documentElement.scrollHeight")
-    page.set_viewport_size({"width": WIDTH, "height": height})
-    page.evaluate("document.getElementById('prompt-form').requestSubmit()")
-    until(page, "document.getElementById('answer').textContent.split('\\n').length > 5")
-    page.screenshot(path=path)
-
-
-def _shrink(path: Path) -> None:
-    """Reduce the image to 96 colours; a page has few, so the difference is invisible."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
+    _save(figure, path)
 
 
 def main() -> None:
     parser = CommandParser(prog="python -m bench.pictures", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=FOLDER, help=f"folder of the pictures ({FOLDER})"
-    )
-    parser.add_argument(
-        "--only", choices=("peers", "policies", "live-page"), help="draw only this picture"
-    )
+    parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder ({FOLDER})")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    if args.only in (None, "peers"):
-        save_peers(args.out / "peers.png")
-    if args.only in (None, "policies"):
-        rows = save_policies(args.out / "policies.png")
-    if args.only in (None, "live-page"):
-        if MISSING is not None:
-            print(f"live-page.png: left out, {MISSING}", file=sys.stderr)
-        else:
-            save_live_page(args.out / "live-page.png")
-    if rows:
-        print_report("tokens per second over no drafts, by clients; simulated", rows)
+    save_peers(args.out / "peers.png")
+    rows = save_policies(args.out / "policies.png")
+    print_report("tokens per second over no drafts, by clients; simulated", rows)
 
 
 if __name__ == "__main__":

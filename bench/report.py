@@ -47,12 +47,14 @@ def print_document(
 def print_table(
     title: str, rows: Sequence[Mapping[str, Any]], *, notes: Sequence[str] = ()
 ) -> Console:
-    """Print `rows` as a table with `notes` below it. Return the console."""
+    """Print `rows` as a table with `notes` below it, without columns of nothing but None. Return
+    the console."""
     table = Table(title=title)
-    for name in rows[0]:
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    for name in names:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(_cell(row[name]) for name in names))
     console = TextConsole()
     console.print(table)
     for note in notes:

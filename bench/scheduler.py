@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from bench.report import print_report
+from bench.report import print_report, rounded
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -33,14 +32,8 @@ LIMITS_US = {(8, 0): 20.0, (32, 4, True): 60.0, 256: 256.0, 1024: 1024.0}
 PEER = "vLLM 0.33, published by others on machines of this class: 8 to 16 us per running request"
 
 
-def limit_us(*cell: Any) -> float | None:
-    """Return the limit of (running, k, prefix cache), or None."""
-    return next((LIMITS_US[key] for key in (cell[0], cell[:2], cell) if key in LIMITS_US), None)
-
-
 def build_scheduler(running: int, k: int, enable_prefix_caching: bool) -> Scheduler:
     """Return a scheduler with `running` waiting requests whose prompts share no block."""
-    lookahead = LookaheadConfig(policy="fixed", k=k) if k else LookaheadConfig()
     config = SchedulerConfig(
         num_blocks=running * CONTEXT_TOKENS // BLOCK_SIZE_TOKENS,
         block_size=BLOCK_SIZE_TOKENS,
@@ -51,7 +44,7 @@ def build_scheduler(running: int, k: int, enable_prefix_caching: bool) -> Schedu
         vocab_size=VOCAB_SIZE,
         enable_prefix_caching=enable_prefix_caching,
         draft_context_tokens=CONTEXT_TOKENS if k else None,
-        lookahead=lookahead,
+        lookahead=LookaheadConfig(policy="fixed", k=k) if k else LookaheadConfig(),
     )
     scheduler = Scheduler(config)
     rng = np.random.default_rng(0)
@@ -112,41 +105,31 @@ def steady_state(
     return scheduler, rng
 
 
-def sample_us(running: int, k: int, enable_prefix_caching: bool, steps: int) -> np.ndarray:
-    """Return the microseconds of each of `steps` steps of a new scheduler, float64."""
-    scheduler, rng = steady_state(running, k, enable_prefix_caching)
-    gc.collect()
-    gc.freeze()
-    spent_ns = [step(scheduler, rng)[0] for _ in range(steps)]
-    gc.unfreeze()
-    return np.asarray(spent_ns) / 1e3
-
-
 def measure(
     running: int, k: int, enable_prefix_caching: bool, steps: int, repeats: int
 ) -> dict[str, Any]:
     """Return a row of the report, from the repeat with the best median."""
-    samples = [sample_us(running, k, enable_prefix_caching, steps) for _ in range(repeats)]
-    best = min(samples, key=lambda us: float(np.median(us)))
-    median_us = float(np.median(best))
-    limit = limit_us(running, k, enable_prefix_caching)
+    samples_us = []
+    for _ in range(repeats):
+        scheduler, rng = steady_state(running, k, enable_prefix_caching)
+        gc.collect()
+        gc.freeze()
+        samples_us.append(np.array([step(scheduler, rng)[0] / 1e3 for _ in range(steps)]))
+        gc.unfreeze()
+    best_us = min(samples_us, key=np.median)
+    median_us = float(np.median(best_us))
+    cell = (running, k, enable_prefix_caching)
+    limit_us = next((LIMITS_US[key] for key in (running, cell[:2], cell) if key in LIMITS_US), None)
     return {
         "running": running,
         "k": k,
         "enable_prefix_caching": enable_prefix_caching,
         "us_per_step_p50": round(median_us, 2),
-        "us_per_step_p99": round(float(np.percentile(best, 99)), 2),
+        "us_per_step_p99": round(float(np.percentile(best_us, 99)), 2),
         "us_per_request": round(median_us / running, 3),
-        "limit_us": limit,
-        "of_limit": None if limit is None else round(median_us / limit, 3),
+        "limit_us": limit_us,
+        "of_limit": rounded(limit_us and median_us / limit_us),
     }
-
-
-def cells(running: list[int]) -> Iterator[tuple[int, int, bool]]:
-    for count in running:
-        for k in (0, 4):
-            for enable_prefix_caching in (False, True):
-                yield count, k, enable_prefix_caching
 
 
 def main() -> None:
@@ -158,7 +141,12 @@ def main() -> None:
     steps, repeats = arguments.steps, arguments.repeats
     print_report(
         "scheduler: schedule + update_from_output, steady-state decode",
-        [measure(*cell, steps, repeats) for cell in cells(arguments.running)],
+        [
+            measure(running, k, enable_prefix_caching, steps, repeats)
+            for running in arguments.running
+            for k in (0, 4)
+            for enable_prefix_caching in (False, True)
+        ],
         notes=(
             f"acceptance {ACCEPTANCE}, prompts of {PROMPT_TOKENS} tokens, blocks of "
             f"{BLOCK_SIZE_TOKENS}; {steps} steps, best median of {repeats} repeats; garbage "

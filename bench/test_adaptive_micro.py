@@ -45,25 +45,6 @@ def inputs(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rng.beta(6, 3, rows) * trials, trials, np.full(rows, DEPTH, np.int32)
 
 
-class Drafted(NamedTuple):
-    """Implements `policy.DraftedStep`."""
-
-    rows: slice
-    num_drafted: np.ndarray
-    num_accepted: np.ndarray
-    total_drafted: int
-    total_caught_up: int = 0
-    has_chunks: bool = False
-    evidence: np.ndarray | None = None
-
-    @property
-    def total_planned(self) -> int:
-        return self.total_drafted
-
-    def sample(self) -> StepSample:
-        return _sample(int(self.num_drafted.max()), int(self.num_drafted.sum()))
-
-
 class FakePlannedRows(NamedTuple):
     """Implements `policy.PlannedRows`."""
 
@@ -115,39 +96,3 @@ def test_whole_choice(benchmark, rows):
     decision."""
     k = benchmark(policy_of("flat", rows).choose, planned_rows(rows))
     assert k is not None and k.any()
-
-
-def test_survival(benchmark):
-    accepted, trials, _ = inputs(ROWS)
-    chances = benchmark(survival, accepted, trials, DEPTH)
-    assert chances.shape == (ROWS, DEPTH) and (np.diff(chances, axis=1) <= 0).all()
-
-
-def test_a_step_while_off(benchmark):
-    """Time a step after the policy has stopped drafting, since drafts are useless. The mean
-    includes decisions and experiments."""
-    policy, planned = policy_of("steep", ROWS), planned_rows(ROWS)
-    policy.estimate[0] *= 0.1
-    rows, zeros = planned.rows, np.zeros(ROWS, np.int32)
-
-    def step() -> None:
-        k = policy.choose(planned)
-        policy.observe(Drafted(rows, zeros if k is None else k, zeros, k is not None))
-
-    for _ in range(2000):
-        step()
-    assert not policy.drafting
-    benchmark.pedantic(step, rounds=20, iterations=640)
-    assert not policy.drafting
-
-
-def _sample(depth: int, drafts: int) -> StepSample:
-    work = StepWork(
-        rows=ROWS,
-        target_tokens=ROWS + drafts,
-        logit_tokens=ROWS + drafts,
-        context_tokens=0,
-        draft_depth=depth,
-        draft_tokens=drafts,
-    )
-    return StepSample(work, 1e-3 * depth, 0.03 + 9e-5 * drafts)

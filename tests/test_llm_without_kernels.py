@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.gguf_writer import Q8_0
 from cbatch import LLM, SamplingParams
 from cbatch.runtime.compiled import build
 from cbatch.runtime.compiled.compiler import Compiler
+from tests.gguf_files import Q8_0
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.marks import needs_compiler, without_compilers
 from tests.runtime.test_gguf_model import as_gguf

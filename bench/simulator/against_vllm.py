@@ -74,13 +74,8 @@ def run_blocks(run: Path, model: str) -> int:
         rules="vllm-0.21" if (int(version[0]), int(version[1])) >= (0, 21) else "vllm-0.19",
     )
     shape, parts = load_shape(model), engine.get("tensor_parallel_size", 1)
-    gpu = Gpu(
-        bf16_flops=1.0,
-        memory_bytes_per_s=1.0,
-        memory_bytes=total_bytes,
-        link_bytes_per_s=1.0,
-        source="memory alone",
-    )
+    ignored = dict.fromkeys(("bf16_flops", "memory_bytes_per_s", "link_bytes_per_s"), 1.0)
+    gpu = Gpu(**ignored, memory_bytes=total_bytes, source="memory alone")
     return pool_blocks(RooflineConfig(gpu=gpu, shape=shape, tensor_parallel_size=parts), settings)
 
 

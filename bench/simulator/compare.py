@@ -1,309 +1,282 @@
-"""Compare the simulator with the real demo pair: `python -m bench.simulator.compare KIND`.
+"""Compare the simulator with the real demo pair: `python -m bench.simulator.compare`.
 
-`engine`: an engine in this process serves the demo's prompts (greedy, half of them edits). Each
-policy runs at a light load, near saturation and beyond it. `server`: the same through `cbatch
-serve`, as its client sees it. `fleet`: replicas without drafts serve requests that share prefixes,
-with each router. The client and the simulation use the same router objects.
+An engine in this process serves the demo's prompts (greedy, half of them edits). Each policy runs
+at a light load, near saturation and beyond it. A load is a share of the simulated capacity in
+requests per second; arrivals are a Poisson process. The simulator gets no data of the runs that it
+predicts. Its inputs are
 
-A load is a share of the simulated capacity in requests per second; arrivals are a Poisson process.
-The simulator gets no data of the runs that it predicts. Its inputs are
+- step prices of synthetic batches, measured between repeats, since a machine's speed drifts;
+- the acceptance of each prompt's drafts, from a separate run.
 
-- step prices of synthetic batches, measured between the runs, since a machine's speed drifts;
-- the acceptance of each prompt's drafts, from a separate run;
-- for servers, the extra time of short probes before and after each run;
-- for a fleet, the processor time of servers and client (`bench.simulator.host`).
-
-`real` is the median of the repeats, and `spread` their range relative to it. `--out RUNS` stores
-the measurements; `--runs RUNS` predicts them again without an engine.
+`real` is the median of the repeats, and `spread` their range relative to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import gc
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
-from sim.replay.host import Host
 
 from bench.failures import Failures
 from bench.lookahead import make_prompts
 from bench.report import print_report
-from bench.simulator.host import measure_host
-from bench.simulator.real import (
-    ACCEPTANCE_K,
-    load_policy,
-    probe,
-    record_acceptances,
-    replicas_of,
-    serve_in_process,
-    serve_replicas,
-)
-from bench.simulator.simulated import Probes, ReplayedRun, SimulatedReplicas
-from bench.simulator.workloads import from_prompts, shared_prefixes
-from cbatch import EngineOptions
+from cbatch import EngineOptions, SamplingParams, load_engine
+from cbatch.cli.parser import CommandParser
 from cbatch.core.prices.calibration import Calibration
+from cbatch.core.prices.terms import ProfiledCost
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.prices.calibrator import Calibrator
-from sim.replay.routers import ROUTERS
-from sim.workload.sources import OpenLoop
+from cbatch.text.outputs import Output
+from sim.executor.acceptance import RecordedAcceptance
+from sim.executor.fake import FakeExecutor
+from sim.replay.replay import replay
+from sim.report.report import Record
+from sim.workload.arrivals import poisson
+from sim.workload.generate import generate
+from sim.workload.lengths import uniform
+from sim.workload.sources import ClosedLoop, OpenLoop, Source
 from sim.workload.traces.request import TraceRequest
 
 BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}  # allowed relative errors
-TURNS, STEPS = 4, 16  # turns to measure all batches once, and steps per batch and turn
-_WARM_UP = 16  # untimed requests to each replica
-_WARM_SEED = 10**4  # a seed that no run has
+STEPS = 16  # of each batch, before the runs and after each repeat
+ACCEPTANCE_TOKENS, ACCEPTANCE_K = 72, 8  # output tokens per prompt, and drafts per step
+_OUTPUT_TOKENS = (8, 64)  # range of a request
+_MAX_NUM_SEQS = 32
+
+Prompts = Sequence[Sequence[int]]
 
 
-class Defaults(NamedTuple):
-    """Default settings of a comparison."""
+class ServedRequest(NamedTuple):
+    """A request that the engine has served, with the times of `Record`."""
 
-    policies: tuple[str, ...]
-    loads: tuple[float, ...] = (0.4, 0.8, 2.0)
-    routers: tuple[str, ...] = ("round-robin",)
-    replicas: int = 1
-    seconds: float = 5.0
-    repeats: int = 3
-    max_num_seqs: int = 32
-    num_blocks: int | None = None  # pool of a replica; None: no prefix cache
-
-
-KINDS = {
-    "engine": Defaults(("off", "fixed:4", "adaptive")),
-    "server": Defaults(("off", "adaptive")),
-    # The pool has room for the running requests and some of the prefixes, but not for all.
-    "fleet": Defaults(("off",), (0.4,), tuple(ROUTERS), 2, 60.0, 1, 16, 800),
-}
+    arrival_s: float
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float | None
+    e2e_s: float
 
 
 class Case(msgspec.Struct):
-    """A load under a policy and a router, with its runs and the probes between them."""
+    """A load under a policy, and its runs."""
 
     policy: str
-    router: str
     load: float
     requests: list[TraceRequest]
-    runs: list[ReplayedRun] = []
-    probes: list[Probes] = []
+    runs: list[list[ServedRequest]] = []
 
 
-class Comparison(msgspec.Struct, rename={"acceptances": "fates"}):
-    """All measurements of a comparison."""
+class SimulatedEngine(NamedTuple):
+    """The calibrated engine, simulated. `acceptances` has, for each prompt, which drafts are
+    accepted."""
 
-    kind: str
-    replicas: int
     calibration: Calibration
-    acceptances: list[list[int]]
-    host: Host | None
-    cases: list[Case]
+    acceptances: Sequence[Sequence[int]]
 
-    def simulated_replicas(self, probes: Sequence[Probes]) -> SimulatedReplicas:
-        blocks = KINDS[self.kind].num_blocks
-        replicas = SimulatedReplicas(
-            self.calibration, self.replicas, blocks, self.acceptances, self.host
+    def replay(self, source: Source, policy: str) -> list[Record]:
+        lookahead, engine = parse_lookahead(policy), {**self.calibration.engine}
+        if lookahead.policy == "off":
+            engine["draft_context_tokens"] = None
+        config = SchedulerConfig(
+            **engine,
+            enable_prefix_caching=False,
+            lookahead=lookahead,
+            cost_profile=self.calibration.profile,
         )
-        return replicas.fitted_to(Probes.median(probes)) if probes else replicas
+        slots, records = config.max_num_seqs, list[Record]()
+        executor = FakeExecutor(
+            max_num_seqs=slots,
+            cost=ProfiledCost(self.calibration.prices, adaptive=lookahead.policy == "adaptive"),
+            acceptance=RecordedAcceptance(self.acceptances, max_num_seqs=slots),
+        )
+        replay(source, config, executor, on_record=records.append)
+        return records
 
 
-class TurnCalibrator:
-    """Measures the prices of an engine's steps, a few batches at a time."""
-
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self._calibrator = Calibrator(engine.core.executor, engine.scheduler.config)
-        self._info, self._turns = info, 0
-
-    def turn(self) -> None:
-        part = slice(self._turns % TURNS, None, TURNS)
-        self._calibrator.measure(seed=self._turns, steps=STEPS, part=part)
-        self._turns += 1
-
-    def finish(self) -> Calibration:
-        """Return the calibration from all batches, each measured equally often."""
-        self.turn()
-        while self._turns % TURNS:
-            self.turn()
-        return self._calibrator.calibration(self._info)
+def load_policy(policy: str) -> tuple[Engine, EngineInfo]:
+    options = EngineOptions(
+        lookahead=policy,
+        max_num_seqs=_MAX_NUM_SEQS,
+        enable_prefix_caching=False,
+        tokenizer="none",
+        seed=0,
+    )
+    return load_engine(*demo_paths(), options)
 
 
-def make_cases(
-    replicas: SimulatedReplicas,
-    make: Callable[..., list[TraceRequest]],
-    args: argparse.Namespace,
-) -> list[Case]:
-    """Return a case for each policy, router and load. `make` takes a rate, a count and a seed."""
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, seed=0, ignore_eos=True)
+
+
+def acceptances_of(outputs: Sequence[Output]) -> list[int]:
+    """Return, for each output token of one request, 1 if a draft of the token is accepted, else 0.
+    The first token, and the bonus token of a step that accepts all drafts, have no draft and count
+    as accepted."""
+    acceptances: list[int] = []
+    for output in outputs:
+        accepted = min(output.num_accepted, len(output.token_ids))
+        counts = not acceptances or 0 < output.num_drafted == output.num_accepted
+        acceptances += [1] * accepted + [int(counts)] * (len(output.token_ids) - accepted)
+    return acceptances
+
+
+def record_acceptances(engine: Engine, texts: Prompts) -> list[list[int]]:
+    """Return `acceptances_of` every prompt's output, generated greedily with `ACCEPTANCE_K` drafts
+    per step."""
+    outputs_of: dict[str, list[Output]] = {
+        engine.add(text, _greedy(ACCEPTANCE_TOKENS)).request_id: [] for text in texts
+    }
+    while engine.has_work:
+        for output in engine.step():
+            outputs_of[output.request_id].append(output)
+    return [acceptances_of(outputs) for outputs in outputs_of.values()]
+
+
+def serve(engine: Engine, requests: Sequence[TraceRequest], texts: Prompts) -> list[ServedRequest]:
+    """Serve the requests at their arrival times from now on, with `texts` as prompts in turn."""
+    times_s: dict[int, list[float]] = {}  # by request: times of its first and its last token
+    gc.collect()
+    started_s, next_index = time.perf_counter(), 0
+    while next_index < len(requests) or engine.has_work:
+        now_s = time.perf_counter() - started_s
+        while next_index < len(requests) and requests[next_index].arrival_s <= now_s:
+            params = _greedy(requests[next_index].output_tokens)
+            engine.add(texts[next_index % len(texts)], params, request_id=str(next_index))
+            next_index += 1
+        if not engine.has_work:
+            time.sleep(max(requests[next_index].arrival_s - (time.perf_counter() - started_s), 0.0))
+            continue
+        outputs = engine.step()
+        now_s = time.perf_counter() - started_s
+        for output in outputs:
+            times_s.setdefault(int(output.request_id), [now_s, now_s])[1] = now_s
+    served = []
+    for index, request in enumerate(requests):
+        first_s, last_s = (at_s - request.arrival_s for at_s in times_s[index])
+        tokens = request.output_tokens
+        tpot_s = (last_s - first_s) / (tokens - 1) if tokens > 1 else None
+        served.append(ServedRequest(request.arrival_s, tokens, first_s, tpot_s, last_s))
+    return served
+
+
+def measures(run: Sequence[ServedRequest | Record]) -> dict[str, float]:
+    """Return tokens per second and percentiles of one run, real or simulated."""
+    end_s = max(record.arrival_s + record.e2e_s for record in run)
+    duration_s = end_s - min(record.arrival_s for record in run)
+    values = {"tokens_per_s": sum(record.output_tokens for record in run) / duration_s}
+    for name in ("ttft", "tpot"):
+        times_s = [t for record in run if (t := getattr(record, f"{name}_s")) is not None]
+        for percent in (50, 99):
+            values[f"{name}_p{percent}_ms"] = float(np.percentile(times_s, percent)) * 1e3
+    return values
+
+
+def make_requests(texts: Prompts, rate_per_s: float, count: int, seed: int) -> list[TraceRequest]:
+    """Return a Poisson process of requests; their prompts have the lengths of `texts` in turn."""
+    lengths = uniform(*_OUTPUT_TOKENS)
+    requests = generate(
+        lambda rng: poisson(rate_per_s, rng), lengths, lengths, requests=count, seed=seed
+    )
+    return [
+        msgspec.structs.replace(request, prompt_tokens=len(text))
+        for request, text in zip(requests, itertools.cycle(texts), strict=False)
+    ]
+
+
+def make_cases(engine: SimulatedEngine, texts: Prompts, args: argparse.Namespace) -> list[Case]:
+    """Return a case for each policy and load. The capacity is what clients get, one per slot."""
     cases: list[Case] = []
+    clients = engine.calibration.engine["max_num_seqs"]
     for policy in args.policy:
-        capacity_per_s = replicas.capacity_per_s(policy, make)
-        for router, load in itertools.product(args.router, args.load):
-            rate_per_s, seed = load * capacity_per_s, 1 + len(cases)
-            requests = make(rate_per_s, max(int(rate_per_s * args.seconds), 2), seed)
-            cases.append(Case(policy, router, load, requests))
+        full = engine.replay(ClosedLoop(make_requests(texts, 1.0, 500, 0), clients), policy)
+        capacity_per_s = len(full) / max(record.arrival_s + record.e2e_s for record in full)
+        for load in args.load:
+            rate_per_s = load * capacity_per_s
+            count = max(int(rate_per_s * args.seconds), 2)
+            requests = make_requests(texts, rate_per_s, count, 1 + len(cases))
+            cases.append(Case(policy, load, requests))
     return cases
 
 
-def measured(args: argparse.Namespace, failures: Failures) -> Comparison:
+def measure(args: argparse.Namespace, failures: Failures) -> tuple[SimulatedEngine, list[Case]]:
     """Serve every case once per repeat, in alternating order. A failure ends the runs; those before
     it count."""
-    kind, is_engine, is_fleet = KINDS[args.kind], args.kind == "engine", args.kind == "fleet"
-    if not is_engine:
-        torch.set_num_threads(1)  # as in the servers
-    texts = [] if is_fleet else make_prompts("mix", demo_paths()[0])
-    make = shared_prefixes if is_fleet else partial(from_prompts, texts)
-    acceptances = [[0]]
-    if not is_fleet:
-        engine = load_policy(f"fixed:{ACCEPTANCE_K}", kind.max_num_seqs)[0]
-        acceptances = record_acceptances(engine, texts)
-    policy = "off" if is_fleet else EngineOptions().lookahead  # a fleet does not draft
-    prices = TurnCalibrator(*load_policy(policy, kind.max_num_seqs))
-    first, host = prices.finish(), None
-    with contextlib.ExitStack() as stack:
-        if is_engine:
-            engines = {policy: load_policy(policy, kind.max_num_seqs)[0] for policy in args.policy}
-            for engine in engines.values():
-                serve_in_process(engine, from_prompts(texts, 1e3, 9, 0), texts)
-        else:
-            # Probes go to servers without drafts.
-            ports = {
-                policy: stack.enter_context(
-                    replicas_of(policy, args.replicas, kind.max_num_seqs, kind.num_blocks)
-                )
-                for policy in dict.fromkeys(("off", *args.policy))
-            }
-            for replica_ports in ports.values():
-                serve_replicas(
-                    replica_ports, make(20.0, _WARM_UP * args.replicas, _WARM_SEED), texts=texts
-                )
-            if is_fleet:
-                host = measure_host(ports["off"], first)
-        replicas = SimulatedReplicas(first, args.replicas, kind.num_blocks, acceptances, host)
-        comparison = Comparison(args.kind, args.replicas, first, acceptances, host, [])
-        comparison.cases = make_cases(replicas, make, args)
-        before = None if is_engine else probe(ports["off"], is_fleet)
-        with failures.caught(args.kind):
-            for repeat in range(args.repeats):
-                for case in comparison.cases if repeat % 2 == 0 else reversed(comparison.cases):
-                    prices.turn()
-                    if before is None:
-                        run = serve_in_process(engines[case.policy], case.requests, texts)
-                        case.runs.append(run)
-                        continue
-                    run, _ = serve_replicas(ports[case.policy], case.requests, case.router, texts)
-                    after = probe(ports["off"], is_fleet)
-                    case.runs.append(run)
-                    case.probes += [before, after]
-                    before = after
-    comparison.calibration = prices.finish()
-    comparison.cases = [case for case in comparison.cases if case.runs]
-    return comparison
+    texts = make_prompts("mix", demo_paths()[0])
+    acceptances = record_acceptances(load_policy(f"fixed:{ACCEPTANCE_K}")[0], texts)
+    priced, info = load_policy(EngineOptions().lookahead)
+    prices = Calibrator(priced.core.executor, priced.scheduler.config)
+    prices.measure(seed=0, steps=STEPS)
+    engines = {policy: load_policy(policy)[0] for policy in args.policy}
+    for engine in engines.values():  # warm up
+        serve(engine, make_requests(texts, 1e3, 9, 0), texts)
+    cases = make_cases(SimulatedEngine(prices.calibration(info), acceptances), texts, args)
+    with failures.caught("engine"):
+        for repeat in range(args.repeats):
+            for case in cases if repeat % 2 == 0 else reversed(cases):
+                case.runs.append(serve(engines[case.policy], case.requests, texts))
+            prices.measure(seed=1 + repeat, steps=STEPS)
+    simulated = SimulatedEngine(prices.calibration(info), acceptances)
+    return simulated, [case for case in cases if case.runs]
 
 
-def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
+def rows_of(engine: SimulatedEngine, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Return a row for each case and measure."""
     rows = []
-    for case in comparison.cases:
-        replicas = comparison.simulated_replicas(case.probes)
-        _, run = replicas.replay(OpenLoop(case.requests), case.policy, case.router)
-        repeats = [real_run.measures(comparison.replicas) for real_run in case.runs]
-        for name, simulated in run.measures(comparison.replicas).items():
+    for case in cases:
+        repeats = [measures(run) for run in case.runs]
+        run = engine.replay(OpenLoop(case.requests), case.policy)
+        for name, simulated in measures(run).items():
             real = [repeat[name] for repeat in repeats]
             median = float(np.median(real))
-            error = simulated / median - 1 if median else 0.0
-            bound = next((bound for key, bound in BOUNDS.items() if key in name), None)
+            error = simulated / median - 1
+            bound = next(bound for key, bound in BOUNDS.items() if key in name)
             rows.append(
                 {
                     "load": case.load,
                     "lookahead": case.policy,
-                    "router": case.router,
                     "measure": name,
                     "real": round(median, 3),
-                    "spread": round((max(real) - min(real)) / median, 3) if median else None,
+                    "spread": round((max(real) - min(real)) / median, 3),
                     "simulated": round(simulated, 3),
                     "error": round(error, 3),
                     "bound": bound,
-                    "within": None if bound is None else abs(error) <= bound,
+                    "within": abs(error) <= bound,
                 }
             )
     return rows
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m bench.simulator.compare", description=__doc__
-    )
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--policy", nargs="+", help="lookahead policies")
-    parser.add_argument("--load", type=float, nargs="+", help="shares of the simulated capacity")
-    parser.add_argument("--router", nargs="+", choices=ROUTERS, help="routers of a fleet")
-    parser.add_argument("--replicas", type=int)
-    parser.add_argument("--seconds", type=float, help="duration of the arrivals of a run")
-    parser.add_argument("--repeats", type=int)
-    parser.add_argument("--out", type=Path, metavar="RUNS", help="store the measurements")
-    parser.add_argument("--runs", type=Path, metavar="RUNS", help="predict stored measurements")
-    args = parser.parse_args(argv)
-    if args.kind == "engine" and (args.router or args.replicas):
-        parser.error("--router, --replicas: an engine has none; compare a fleet")
-    if args.kind == "fleet" and args.policy:
-        parser.error("--policy: replicas do not draft; compare a server")
-    if args.kind == "fleet" and (args.replicas or 2) < 2:
-        parser.error("--replicas: a fleet has two or more; compare a server")
-    kind = KINDS[args.kind]
-    defaults = {"policy": kind.policies, "load": kind.loads, "router": kind.routers}
-    defaults |= {"replicas": kind.replicas, "seconds": kind.seconds, "repeats": kind.repeats}
-    for name, value in defaults.items():
-        chosen = getattr(args, name)
-        setattr(args, name, value if chosen is None else chosen)
-    return args
+    parser = CommandParser(prog="python -m bench.simulator.compare", description=__doc__)
+    parser.add_argument("--policy", nargs="+", default=["off", "fixed:4", "adaptive"])
+    parser.add_argument("--load", type=float, nargs="+", default=[0.4, 0.8, 2.0])
+    parser.add_argument("--seconds", type=float, default=5.0, help="arrivals of a run")
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args, failures = parse(argv), Failures()
-    if args.runs is None:
-        comparison = measured(args, failures)
-    else:
-        comparison = msgspec.json.decode(args.runs.read_bytes(), type=Comparison)
-        if comparison.kind != args.kind:
-            raise SystemExit(
-                f"--runs: {args.runs} holds runs of a {comparison.kind}; name that kind"
-            )
-    if args.out is not None:
-        args.out.write_bytes(msgspec.json.encode(comparison))
-    rows = rows_of(comparison)
+def main() -> None:
+    failures = Failures()
+    engine, cases = measure(parse(), failures)
+    rows = rows_of(engine, cases)
     if not rows:
         failures.end()
-    bounded = [row for row in rows if row["bound"] is not None]
-    held_out = comparison.calibration.held_out
-    notes = [
-        f"{sum(row['within'] for row in bounded)} of {len(bounded)} within their bound; prices on "
+    held_out = engine.calibration.held_out
+    note = (
+        f"{sum(row['within'] for row in rows)} of {len(rows)} within their bound; prices on "
         f"held-out batches: {held_out.total:+.1%} in all, {held_out.p50:.1%} of a step (p50)"
-    ]
-    all_probes = [probes for case in comparison.cases for probes in case.probes]
-    replicas = comparison.simulated_replicas(all_probes)
-    overhead, host = replicas.overhead, replicas.host
-    if comparison.kind != "engine":
-        notes.append(
-            f"outside the engine a request takes {overhead.request_s * 1e3:.2f} ms, a step "
-            f"{overhead.step_s * 1e3:.2f} ms, a row of it {overhead.row_s * 1e3:.3f} ms"
-        )
-    if host is not None:
-        notes.append(
-            f"{host.cores} processors, {host.switch_s * 1e3:.2f} ms to take one from an engine; "
-            + "; ".join(
-                f"{name} {work.request_s * 1e3:.2f} ms a request, {work.step_s * 1e3:.3f} a step, "
-                f"{work.token_s * 1e3:.3f} a token"
-                for name, work in (("servers", host.server), ("client", host.client))
-            )
-        )
-    extra = {"held_out": held_out, "outside": overhead, "host": host}
-    title = f"simulator against {comparison.kind}: demo pair, {comparison.replicas} replica(s)"
-    print_report(title, rows, notes=notes, extra=msgspec.to_builtins(extra))
+    )
+    extra = msgspec.to_builtins({"held_out": held_out})
+    print_report("simulator against an engine: demo pair", rows, notes=[note], extra=extra)
     failures.end()
 
 

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 
+from bench import lookahead as bench
 from bench.lookahead import (
     CHATS,
     EndlessLoop,
     PolicyRun,
-    expected_survival_error,
     make_prompts,
     randomised_drafts,
     rows_of,
-    survival_error,
 )
-from bench.plot import save_lines
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.demo import demo_paths
 from cbatch.text.outputs import Speculation
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return {
+        policy: load_engine(
+            *demo_paths(), EngineOptions(lookahead=policy, max_num_seqs=2, max_model_len=128)
+        )[0]
+        for policy in ("off", "fixed:3")
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
 
 
 def run_of(tokens_per_s: float) -> PolicyRun:
@@ -43,31 +56,6 @@ def test_ratios_are_paired_and_the_best_constant_is_found_afterwards():
     assert rows["adaptive"]["steps_with_drafts"] == 0.6
     (row,) = rows_of("edit", 1, {"off": [run_of(10.0)]})
     assert row["ci95"] is None and row["ratio_to_off_low95"] is None
-    assert row["survival_error"] is None
-
-
-def test_the_error_of_predictions_is_by_depth_and_over_all_runs():
-    first, second = run_of(1.0), run_of(1.0)
-    first.survival = np.array([[60.0, 40.0], [50.0, 20.0], [40.0, 22.0]])
-    second.survival = np.array([[60.0, 40.0], [50.0, 20.0], [56.0, 22.0]])
-    assert survival_error([first, second, run_of(1.0)]) == pytest.approx((4 + 4) / 200)
-    assert survival_error([first]) == pytest.approx((10 + 2) / 100), "depths do not make up"
-
-
-def test_what_chance_alone_makes_of_that_error():
-    """In 1,000 runs all predictions are right; the standard error of their mean is 2 %."""
-    rng, run = np.random.default_rng(0), run_of(1.0)
-    drafted, chance = np.array([90, 60]), np.array([0.7, 0.3])
-    errors = []
-    for survived in rng.binomial(drafted, chance, (1000, 2)):
-        run.survival = np.array([drafted, drafted * chance, survived])
-        errors.append(survival_error([run]))
-    assert expected_survival_error([run]) == pytest.approx(np.mean(errors), rel=0.1)
-    run.survival = np.array([drafted, drafted * chance, drafted * (chance + 0.2)])
-    assert survival_error([run]) > 4 * expected_survival_error([run]), (
-        "wrong predictions are noticed"
-    )
-    assert expected_survival_error([run_of(1.0)]) is None
 
 
 def test_a_mix_takes_both_kinds_in_turn():
@@ -77,10 +65,8 @@ def test_a_mix_takes_both_kinds_in_turn():
     assert {*map(tuple, mix)} == {*map(tuple, fresh), *map(tuple, edit)}
 
 
-def test_a_loop_stays_full_and_counts_what_comes_out():
-    options = EngineOptions(lookahead="fixed:3", max_num_seqs=2, max_model_len=128)
-    engine, _ = load_engine(*demo_paths(), options)
-    prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
+def test_a_loop_stays_full_and_counts_what_comes_out(engines, prompts):
+    engine = engines["fixed:3"]
     loop = EndlessLoop(engine, prompts, 2, 6)
     loop.start()
     before = engine.scheduler.stats.emitted_tokens
@@ -98,14 +84,28 @@ def test_a_loop_stays_full_and_counts_what_comes_out():
     assert not engine.has_work
 
 
+def test_cells_before_a_failure_are_printed(monkeypatch, capsys):
+    def measure(engines, prompts, concurrency, *_):
+        if concurrency == 2:
+            raise RuntimeError("out of memory")
+        return {policy: [run_of(10.0)] for policy in engines}
+
+    monkeypatch.setattr(bench, "build", lambda *_: None)
+    monkeypatch.setattr(bench, "measure", measure)
+    command = ["x", "--workload", "fresh", "--batch", "1", "2", "4", "--policy", "off"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit, match="fresh, batch 2"):
+        bench.main()
+    out, err = capsys.readouterr()
+    assert [row["batch"] for row in json.loads(out.splitlines()[-1])["results"]] == [1]
+    assert "fresh, batch 2 failed: out of memory" in err
+
+
 @pytest.mark.parametrize(("way", "same"), [("coupled", True), ("rejection", False)])
-def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same):
+def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same, engines, prompts):
     """Texts of two loops are the same where the noise alone decides them, at any k."""
     params, texts_by_loop = SamplingParams(temperature=1.0, ignore_eos=True, verification=way), []
-    for lookahead in ("off", "fixed:3"):
-        options = EngineOptions(lookahead=lookahead, max_num_seqs=2, max_model_len=128)
-        engine, _ = load_engine(*demo_paths(), options)
-        prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
+    for engine in engines.values():
         loop, texts = EndlessLoop(engine, prompts, 2, 12, params), {}
         step = engine.step
 
@@ -118,30 +118,23 @@ def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same):
         engine.step = noted
         loop.start()
         loop.run(60)
-        texts_by_loop.append([texts[f"request-{i}"][:8] for i in range(3)])
+        engine.step = step
+        loop.stop()
+        first = sorted(texts, key=lambda name: int(name.rpartition("-")[2]))[:3]
+        texts_by_loop.append([texts[name][:8] for name in first])
     assert (texts_by_loop[0] == texts_by_loop[1]) == same
     assert texts_by_loop[0][0] != texts_by_loop[0][1]
 
 
-def test_randomised_drafts_are_hardly_ever_accepted():
-    options = EngineOptions(lookahead="fixed:3", max_num_seqs=2, max_model_len=128)
-    engine, _ = load_engine(*demo_paths(), options)
-    prompts = [prompt[:20] for prompt in make_prompts("fresh", demo_paths()[0])[:5]]
+def test_randomised_drafts_are_hardly_ever_accepted(engines, prompts):
     acceptances = []
     for randomised in (True, False):
         with randomised_drafts() if randomised else nullcontext():
-            loop = EndlessLoop(engine, prompts, 2, 40)
+            loop = EndlessLoop(engines["fixed:3"], prompts, 2, 40)
             loop.start()
             acceptances.append(loop.run(400).speculation.acceptance)
             loop.stop()
     assert acceptances[0] < 0.25 < 0.5 < acceptances[1], acceptances
-
-
-def test_a_plot_is_a_picture(tmp_path):
-    panels = {"fresh": {"off": [(1, 1.0), (2, 1.0)], "adaptive": [(1, 1.5), (2, 1.2)]}}
-    path = tmp_path / "new" / "plot.png"
-    save_lines(path, panels, x_label="load", y_label="speed", highlight="adaptive")
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_questions_for_a_chat_model_name_what_they_ask_for():

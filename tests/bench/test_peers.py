@@ -1,194 +1,390 @@
-"""The peers compute the same model as ours, and a different model is noticed."""
+"""`python -m bench.peers`: systems compute the same model as cbatch, another model is noticed, and
+a system that fails costs itself alone."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from bench.engine.shapes import write_random_model
-from bench.engine.systems import EngineRun, System, build_transformers, make_prompts
 from bench.failures import Failures
 from bench.peers import __main__ as peers
-from bench.peers.agree import agreement, first_gap, reference_logits
-from bench.peers.figures import DECODE
-from bench.peers.files import ModelFormats
-from bench.peers.gguf_writer import F16, F32, write_gguf
-from bench.peers.processes import Worker
+from bench.peers import agreement as agreement_module
+from bench.peers import figures, models
+from bench.peers.agreement import agreement, first_differences
+from bench.peers.figures import DECODE, OUTPUT, STARTUP, make_prompts, rows_of
+from bench.peers.models import ModelFormats, write_directory
+from bench.peers.systems import Sizes, make_systems, started
+from bench.peers.worker import Prompts, Run, System, Worker
+from bench.peers.workers.cbatch_worker import CbatchSystem
+from bench.shapes import SHAPES
+from cbatch.runtime.model.checkpoint import open_checkpoint
+from cbatch.runtime.model.config import RopeConfig
 from cbatch.runtime.model.gguf_file import read_gguf
+from cbatch.runtime.model.rope import inverse_frequencies
+from tests.gguf_files import F16, F32, Q8_0, convert, write_gguf
 from tests.runtime.hf_models import build
 from tests.smollm2 import needs_smollm2
 
-PACKAGE = {"llama.cpp": "llama_cpp", "vllm": "vllm"}
 HEADS = {"q_proj": 4, "k_proj": 2}
-_GATE = "blk.1.ffn_gate.weight"
+OURS = {"draft": None, "lookahead": "off", "exact": True, "threads": torch.get_num_threads()}
+OURS |= {"max_sequences": 4, "tokens": 61, "step_tokens": 240}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"needs {package}, of the extra `peers`"
+    )
+
+
+def files(path: str | Path, folder: Path, kind: str | None = None, **python: Any) -> ModelFormats:
+    return ModelFormats(str(path), kind, folder, **{"llama": None, "threads": 2} | python)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_model("llama-1m", tmp_path_factory.mktemp("models"), "float32")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFormats:
+    return files("llama-1m", tmp_path_factory.mktemp("models"))
+
+
+def system(name: str, module: str = "cbatch", **settings: Any) -> System:
+    return System(name, "off", module, sys.executable, 2, settings)
+
+
+class InProcess:
+    """A worker without a process of its own."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+
+    def start(self) -> float:
+        self._llm = CbatchSystem(**OURS | self.system.settings)
+        return 1.0
+
+    def run(self, prompts: Prompts, output_tokens: int) -> Run:
+        outputs, ends_s = self._llm.run(prompts, output_tokens)
+        return Run(1.0, outputs, np.diff(ends_s).tolist())
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._llm, method)(*arguments)
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def fixed(name: str, *seconds: float) -> Any:
+    """A worker whose runs take these times; RuntimeError for 0."""
+    times_s = iter(seconds)
+
+    def run(prompts: Prompts, output_tokens: int) -> Run:
+        run_s = next(times_s)
+        if not run_s:
+            raise RuntimeError("out of memory")
+        steps_s = [run_s / 2 / (output_tokens - 1)] * (output_tokens - 1)
+        return Run(run_s, [[7] * output_tokens for _ in prompts], steps_s)
+
+    return SimpleNamespace(system=system(name), run=run)
 
 
 @pytest.mark.slow
 def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--prompt-tokens", "12", "--output-tokens", "6", "--prompts", "1", "--repeats", "1")
-    kinds = ("--type", "bf16", "--batch", "3", "--startup", "--limits")
-    peers.main(["--model", "llama-1m", *kinds, *sizes])
+    peers.main(["--model", "llama-1m", "--type", "bf16", "--batch", "3", *sizes])
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    present = [peer for peer in ("llama.cpp", "vllm") if importlib.util.find_spec(PACKAGE[peer])]
-    names = [*present, "transformers", "transformers continuous"]
-    assert [row["system"] for row in summary["agreement"]] == names
+    packages = {"llama.cpp": "llama_cpp", "vllm": "vllm", "transformers": "transformers"}
+    present = [peer for peer, package in packages.items() if importlib.util.find_spec(package)]
+    assert [row["system"] for row in summary["agreement"]] == present
     assert all(row["agrees"] and row["sequences"] == 4 for row in summary["agreement"])
-    telling = [name for name in ("cbatch", *names) if name in ("cbatch", "llama.cpp")]
+    timed = ["cbatch", *present]
+    stepping = [name for name in timed if name != "vllm"]
     assert [(row["figure"], row["system"]) for row in summary["results"]] == [
-        *(("startup_s", name) for name in ("cbatch", *names)),
-        *(("output_tokens_per_s", name) for name in ("cbatch", *names, "limits")),
-        *(("decode_tokens_per_s", name) for name in (*telling, "limits")),
+        *((OUTPUT, name) for name in timed),
+        *((DECODE, name) for name in stepping),
     ]
     assert all(row["value"] > 0 for row in summary["results"])
-    rates = [row for row in summary["results"] if row["figure"] != "startup_s"]
-    assert all(row["of_limit"] > 0 for row in rates)
-    assert all(row["read_gb_per_s"] > 0 for row in rates if row["figure"] == DECODE)
 
 
-def test_another_model_is_found_out(model: Path, tmp_path: Path) -> None:
+def test_another_model_is_found_out(
+    model: ModelFormats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rotary pairs are in the other order, as a wrong conversion would leave them."""
     wrong = tmp_path / "wrong"
     wrong.mkdir()
-    (wrong / "config.json").write_bytes((model / "config.json").read_bytes())
-    tensors = load_file(model / "model.safetensors")
+    (wrong / "config.json").write_bytes((model.source / "config.json").read_bytes())
+    tensors = load_file(model.source / "model.safetensors")
     for name, tensor in tensors.items():
         heads = HEADS.get(name.split(".")[-2])
         if heads is not None:
             halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
             tensors[name] = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
     save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
-    prompts = make_prompts(model, 48, 4, real=False)
-    systems = [build_transformers(path, "float32") for path in (model, model, wrong)]
-    right, other = agreement("x", systems, prompts, 12, reference_logits(model), Failures())
+    monkeypatch.setattr(agreement_module, "Worker", InProcess)
+    systems = [system("x", model=str(path)) for path in (model.source, model.source, wrong)]
+    right, other = agreement(model, systems, make_prompts(model, 48, 4), 12, Failures())
     assert right["agrees"] and right["equal"] == 4
-    assert not other["agrees"] and other["equal"] < 4
+    assert not other["agrees"] and other["equal"] < 4 and other["logit_gap"] > 0.1
 
 
-def test_a_gap_is_that_of_the_first_difference() -> None:
-    seen: list[list[int]] = []
-
-    def logits(ids: list[int]) -> np.ndarray:
-        seen.append(ids)
-        return np.array([0.0, 1.0, 1.004, 3.0])
-
-    assert first_gap([7, 8], [1, 2, 3], [1, 2, 3], logits) is None and not seen
-    assert first_gap([7, 8], [3, 1, 0], [3, 2, 3], logits) == pytest.approx(0.004)
-    assert seen == [[7, 8, 3]]
+def test_only_the_first_difference_counts() -> None:
+    assert first_differences([[7, 8]], [[1, 2, 3]], [[1, 2, 3]]) == []
+    assert first_differences([[7, 8]], [[3, 1, 0]], [[3, 2, 3]]) == [[7, 8, 3, 1], [7, 8, 3, 2]]
     with pytest.raises(ValueError, match="shorter"):
-        first_gap([7], [1, 2], [1], logits)
-    tied, apart = (
-        agreement("x", [_says([3, 1]), _says([3, other])], [[7, 8]], 2, logits, Failures())[0]
-        for other in (2, 0)
-    )
-    assert tied["agrees"] and not apart["agrees"] and apart["logit_gap"] == 1.0
+        first_differences([[7]], [[1, 2]], [[1]])
 
 
-def _says(ids: list[int]) -> System:
-    return System("fixed", "off", lambda prompts, _: EngineRun(1.0, [ids for _ in prompts]))
+def test_our_worker_reports_steps_and_log_probabilities(model: ModelFormats) -> None:
+    """The first step has the first token of every prompt."""
+    prompts, worker = make_prompts(model, 20, 3), InProcess(system("x", model=str(model.source)))
+    worker.start()
+    run = worker.run(prompts, 6)
+    assert len(run.steps_s) == 5 and min(run.steps_s) > 0 and run.tokens == 18
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(model.source, dtype=torch.float32).eval()
+    ids = torch.tensor(prompts)
+    with torch.inference_mode():
+        expected = peer(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    assert np.allclose(worker.call("logprobs", prompts), expected.numpy(), atol=1e-4)
 
 
-def test_the_file_holds_every_weight(model: Path, tmp_path: Path) -> None:
+@needs("llama_cpp")
+def test_llama_cpp_keeps_its_sequences_apart(model: ModelFormats, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(model, path, F16)
-    file = read_gguf(path)
-    fields = json.loads((model / "config.json").read_text())
-    for name, key in (
-        ("llama.block_count", "num_hidden_layers"),
-        ("llama.attention.head_count_kv", "num_key_value_heads"),
-        ("llama.vocab_size", "vocab_size"),
-        ("llama.feed_forward_length", "intermediate_size"),
-        ("llama.attention.layer_norm_rms_epsilon", "rms_norm_eps"),
-    ):
-        assert file.metadata[name] == pytest.approx(fields[key])
-    assert file.metadata["tokenizer.ggml.model"] == "no_vocab"
-    arrays = {
-        name: tensor.raw.view({"F16": "<f2", "F32": "<f4"}[tensor.type.name]).reshape(tensor.shape)
-        for name, tensor in file.tensors.items()
-    }
-    with safe_open(model / "model.safetensors", framework="np") as tensors:
-        assert len(arrays) == len(list(tensors.keys()))
-        embedding = tensors.get_tensor("model.embed_tokens.weight")
-        norm = tensors.get_tensor("model.layers.1.post_attention_layernorm.weight")
-        query = tensors.get_tensor("model.layers.1.self_attn.q_proj.weight")
-    assert np.array_equal(arrays["token_embd.weight"], embedding.astype(np.float16))
-    assert arrays["blk.1.ffn_norm.weight"].dtype == np.float32
-    assert np.array_equal(arrays["blk.1.ffn_norm.weight"], norm)
-    _check_rotation(query.astype(np.float16), arrays["blk.1.attn_q.weight"], HEADS["q_proj"])
-
-
-def _check_rotation(halves: np.ndarray, neighbours: np.ndarray, heads: int) -> None:
-    """Check that rotating both, each by its own pairing, gives the same numbers in another
-    order."""
-    x = np.random.default_rng(0).normal(size=halves.shape[1])
-    turns = np.exp(1j * np.linspace(0.1, 2.0, len(halves) // heads // 2))
-    h, n = ((m.astype(np.float64) @ x).reshape(heads, -1) for m in (halves, neighbours))
-    first, second = np.split(h, 2, axis=1)
-    assert np.allclose((first + 1j * second) * turns, (n[:, 0::2] + 1j * n[:, 1::2]) * turns)
-    assert not np.allclose(h, n), "the two orders are the same: nothing was shown"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
-def test_llama_cpp_keeps_its_sequences_apart(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(model, path, F32)
-    threads = torch.get_num_threads()
-    with Worker("llama_cpp", sys.executable, threads) as worker:
-        worker.start(model=str(path), max_sequences=3, tokens=40, threads=threads, exact_kv=False)
-        prompts = make_prompts(model, 30, 3, real=False)
+    write_gguf(path, *convert(model.source, F32))
+    settings = {"model": str(path), "max_sequences": 3, "tokens": 40, "threads": 2, "exact": False}
+    with Worker(system("llama.cpp", "llama_cpp", **settings)) as worker:
+        worker.start()
+        prompts = make_prompts(model, 30, 3)
         run = worker.run(prompts, 8)
-        together = run.outputs
         assert len(run.steps_s) == 7 and 0 < sum(run.steps_s) < run.seconds
-        assert together == [worker.run([prompt], 8).outputs[0] for prompt in prompts]
-    assert len({tuple(ids) for ids in together}) == 3
+        assert run.outputs == [worker.run([prompt], 8).outputs[0] for prompt in prompts]
+    assert len({tuple(ids) for ids in run.outputs}) == 3
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+@needs("llama_cpp")
 def test_llama_cpp_turns_a_file_into_any_type(tmp_path: Path) -> None:
     """Weights are the same as before, the closer the more bits, and those of a quantised source
     are, too."""
     build(tmp_path, "llama", hidden_size=256, intermediate_size=256)
-    settings: dict[str, Any] = {"llama": sys.executable, "threads": torch.get_num_threads()}
-    eight = ModelFormats(str(tmp_path), "Q8_0", tmp_path, **settings).cbatch_path
-    expected = _gate(eight)
-    for kind, least in (("F32", 0.99999), ("BF16", 0.9999), ("Q4_0", 0.99), ("Q4_K_M", 0.99)):
-        converted = ModelFormats(str(eight), kind, tmp_path, **settings).cbatch_path
-        assert torch.cosine_similarity(expected, _gate(converted), dim=0) > least
-        assert _gate_type(converted) == {"Q4_K_M": "Q4_K"}.get(kind, kind)
 
+    def gate(source: Path, kind: str) -> Any:
+        path = files(source, tmp_path, kind, llama=sys.executable).cbatch_path
+        return path, read_gguf(path).tensors["blk.1.ffn_gate.weight"]
 
-def _gate(path: Path) -> torch.Tensor:
-    return read_gguf(path).tensors[_GATE].dequantised(torch.float32).flatten()
-
-
-def _gate_type(path: Path) -> str:
-    return read_gguf(path).tensors[_GATE].type.name
+    eight, expected = gate(tmp_path, "Q8_0")
+    for kind, close in (("F32", 0.99999), ("BF16", 0.9999), ("Q4_0", 0.99), ("Q4_K_M", 0.99)):
+        _, got = gate(eight, kind)
+        one, other = (each.dequantised(torch.float32).flatten() for each in (expected, got))
+        assert torch.cosine_similarity(one, other, dim=0) > close
+        assert got.type.name == {"Q4_K_M": "Q4_K"}.get(kind, kind)
 
 
 @needs_smollm2
-@pytest.mark.skipif(
-    importlib.util.find_spec("openvino_genai") is None, reason="needs openvino-genai"
-)
+@needs("openvino_genai")
 def test_openvino_reads_the_same_file_and_keeps_its_sequences_apart(tmp_path: Path) -> None:
-    model = ModelFormats("smollm2", None, tmp_path, llama=None, threads=2)
-    prompts = make_prompts(model.source, 24, 3, True)
+    model = files("smollm2", tmp_path)
+    prompts = make_prompts(model, 24, 3)
     sizes = {"max_sequences": 4, "tokens": 64, "step_tokens": 32, "threads": 2, "exact": True}
-    with Worker("openvino", sys.executable, 2) as worker:
-        worker.start(model=str(model.source), **sizes)
+    with Worker(system("openvino", "openvino", model=str(model.source), **sizes)) as worker:
+        worker.start()
         together = worker.run(prompts, 8)
         alone = [worker.run([prompt], 8).outputs[0] for prompt in prompts]
     assert together.outputs == alone and {len(ids) for ids in alone} == {8}
     assert len(together.steps_s) >= 7 and sum(together.steps_s) < together.seconds
+
+
+# -- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "no-such"), "--model: no-such is not one of"),
+        (("--type", "Q3_K"), "argument --type: invalid choice: 'Q3_K'"),
+        (("--peer", "ollama"), "argument --peer: invalid choice: 'ollama'"),
+        (("--lookahead", "adaptive"), "--lookahead: ratios are relative to off"),
+        (("--batch",), "--batch: give a batch, or another measurement"),
+    ],
+)
+def test_what_is_refused(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        peers.parse(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_what_was_measured_is_printed_with_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def time_systems(model: ModelFormats, args: Any, failures: Failures) -> list[dict[str, Any]]:
+        if model.name == "demo":
+            raise ValueError("the demo cannot be converted")
+        with failures.caught("vllm"):
+            raise RuntimeError("no such device")
+        return rows_of(model.name, OUTPUT, 1, [system("cbatch")], [[2.0]])
+
+    monkeypatch.setattr(peers, "time_systems", time_systems)
+    named = ["--peer", "openvino", "--openvino", "/o/python", "--skip-agreement"]
+    with pytest.raises(SystemExit, match="llama-1m, vllm, demo"):
+        peers.main(["--model", "llama-1m", "demo", *named])
+    out, err = capsys.readouterr()
+    assert [row["model"] for row in json.loads(out.splitlines()[-1])["results"]] == ["llama-1m"]
+    assert "openvino reads only GGUF files; left out: llama-1m" in out
+    assert "vllm failed: no such device" in err and "demo failed: the demo cannot be" in err
+
+
+def test_peers_are_found_where_they_are_named(model: ModelFormats, tmp_path: Path) -> None:
+    words = ["--llama", "/l/python", "--vllm", "/v/python", "--openvino", "/o/python"]
+    args = peers.parse([*words, "--threads", "3"])
+    named = {each.name: each for each in make_systems(model, args, Sizes(8, 128, 1024))}
+    assert list(named) == ["cbatch", "llama.cpp", "vllm", "transformers"]
+    assert named["llama.cpp"].python == "/l/python" and named["vllm"].python == "/v/python"
+    assert {each.threads for each in named.values()} == {3}
+    assert named["vllm"].settings["model"] == str(model.source)
+    assert named["llama.cpp"].settings["model"].endswith("llama-1m-F32.gguf")
+    assert named["transformers"].settings["model_impl"] == "transformers"
+    assert not named["cbatch"].settings["exact"], "blocks of a GGUF file stay blocks"
+    write_gguf(tmp_path / "a.gguf", *convert(model.source, F16))
+    file = files(tmp_path / "a.gguf", tmp_path)
+    _, _, _, openvino, _ = make_systems(file, args, Sizes(8, 128, 1024), exact=True)
+    assert openvino.python == "/o/python" and openvino.settings == {
+        **{"model": str(file.source), "max_sequences": 8, "tokens": 128},
+        **{"step_tokens": 1024, "threads": 3, "exact": True},
+    }
+
+
+class Quantiser(InProcess):
+    """A substitute for llama.cpp's process."""
+
+    calls: list[tuple[Any, ...]] = []
+
+    def start(self) -> float:
+        assert self.system.settings["model"] is None and self.system.python == "/l/python"
+        return 0.0
+
+    def call(self, method: str, *arguments: Any) -> None:
+        self.calls.append((method, *arguments))
+        Path(arguments[1]).write_bytes(b"new")
+
+
+def test_a_file_is_turned_into_another_type(
+    model: ModelFormats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp makes all types of a file, and the file itself stays."""
+    source = tmp_path / "from" / "a.gguf"
+    source.parent.mkdir()
+    write_gguf(source, *convert(model.source, F16))
+    monkeypatch.setattr(models, "Worker", Quantiser)
+    for kind in ("Q4_K_M", "BF16"):
+        turned = files(source, tmp_path, kind, llama="/l/python")
+        assert turned.name == f"a.gguf {kind}" and turned.cbatch_path == tmp_path / f"a-{kind}.gguf"
+        assert Quantiser.calls[-1] == ("quantise", str(source), str(turned.cbatch_path), kind, 2)
+        assert turned.cbatch_path.read_bytes() == b"new" and source.exists()
+        with pytest.raises(ValueError, match=f"{kind} is written by llama.cpp; name it by --llama"):
+            _ = files(source, tmp_path, kind).cbatch_path
+    assert files(source, tmp_path).cbatch_path == source
+    exact = files(model.source, tmp_path, "F32")
+    assert exact.dtype == "float32" and read_gguf(exact.cbatch_path).tensors
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "kind"),
+    [
+        ("llama", "linear", F32),
+        ("llama", "llama3", F32),
+        ("mistral", "default", Q8_0),
+        ("qwen3", "yarn", Q8_0),
+    ],
+)
+def test_a_directory_from_a_file_is_the_same_model(
+    tmp_path: Path, family: str, rope: str, kind: int
+) -> None:
+    build(tmp_path, family, rope)
+    if rope == "llama3":  # with the context of its pretraining, which a file does not have
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["rope_parameters"] = SHAPES["llama-1b"]["rope_parameters"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    file, directory = tmp_path / "model.gguf", tmp_path / "directory"
+    write_gguf(file, *convert(tmp_path, kind))
+    write_directory(file, directory)
+    one, other = open_checkpoint(file, "bfloat16"), open_checkpoint(directory)
+    c, plain = one.config, RopeConfig(theta=one.config.rope.theta)
+    frequencies, expected = (inverse_frequencies(x.config.rope, c.head_dim) for x in (one, other))
+    assert torch.allclose(frequencies, expected, rtol=1e-5)
+    assert torch.equal(frequencies, inverse_frequencies(plain, c.head_dim)) == (rope == "default")
+    assert msgspec.structs.replace(other.config, rope=plain) == msgspec.structs.replace(
+        c, rope=plain, torch_dtype="bfloat16"
+    )
+    for name, shape in (
+        ("model.embed_tokens.weight", (c.vocab_size, c.hidden_size)),
+        ("model.layers.1.self_attn.q_proj.weight", (c.num_heads * c.head_dim, c.hidden_size)),
+        ("model.norm.weight", (c.hidden_size,)),
+    ):
+        assert torch.equal(one.weights.get(name, shape), other.weights.get(name, shape))
+
+
+# -- figures
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 300, 1024])
+def test_prompts_have_the_length_asked_for(tokens: int, model: ModelFormats) -> None:
+    for each in (model, files("demo", Path("unused"))):
+        prompts = make_prompts(each, tokens, 20)
+        assert [len(prompt) for prompt in prompts] == [tokens] * 20
+        assert tokens < 24 or len({tuple(prompt) for prompt in prompts}) == 20
+
+
+def test_a_system_that_fails_is_left_out(
+    model: ModelFormats, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fails in the warm-up, in the first repeat, in the last, or never."""
+    args = argparse.Namespace(prompts=2, prompt_tokens=5, output_tokens=3, repeats=3)
+    workers = [fixed("early", 0.0), fixed("first", 1.0, 0.0), fixed("last", 1.0, 1.0, 1.0, 0.0)]
+    workers += [fixed("never", 1.0, 2.0, 4.0, 8.0)]
+    failures = Failures()
+    whole, decoding = figures.outputs(model, workers, 2, args, failures)
+    assert whole["system"] == decoding["system"] == "never"
+    assert whole["value"] == 6 / 4 and (whole["min"], whole["max"]) == (6 / 8, 6 / 2)
+    assert decoding["value"] == 4 / 2, "without each prompt's first token, and the time until it"
+    assert decoding["step_p99_to_median"] == pytest.approx(2, abs=0.1)
+    assert list(failures.words) == ["early", "first", "last"]
+    assert capsys.readouterr().err.count("failed: out of memory") == 3
+    with pytest.raises(SystemExit, match="early, first, last"):
+        failures.end()
+
+
+def test_a_system_that_does_not_start_is_left_out() -> None:
+    failures = Failures()
+    with started([system("gone", "gone"), system("cbatch", nonsense=1)], failures) as workers:
+        assert workers == []
+    assert "gone_worker" in failures.words["gone"]
+    assert "the worker of cbatch died" in failures.words["cbatch"]
+    assert "missing" in failures.words["cbatch"]
+
+
+def test_rows_are_medians_and_ratios_within_a_turn(
+    model: ModelFormats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    systems = [system(name) for name in ("cbatch", "llama.cpp", "vllm")]
+    values = [[20.0, 60.0, 10.0], [10.0, 40.0, 10.0], [5.0, 10.0, 2.0]]
+    own, llama, vllm = rows_of("m", OUTPUT, 8, systems, values)
+    assert (own["value"], own["min"], own["max"]) == (20.0, 10.0, 60.0)
+    assert (own["to_peer"], own["to_min"], own["to_max"]) == (1.5, 1.0, 2.0)
+    assert llama["to_peer"] == 1.0 and llama["ours_to_it"] == 1.5
+    assert (vllm["to_peer"], vllm["ours_to_it"]) == (0.25, 5.0)
+    monkeypatch.setattr(InProcess, "start", lambda self: 3.0)
+    monkeypatch.setattr(figures, "Worker", InProcess)
+    (alone,) = figures.startups(model, systems[:1], 2, Failures())
+    assert (alone["figure"], alone["value"], alone["to_peer"]) == (STARTUP, 3.0, None)

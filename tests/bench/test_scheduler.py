@@ -38,7 +38,12 @@ def test_steady_state_is_what_it_says(k, enable_prefix_caching):
     assert scheduler.num_running == 4
 
 
-def test_cells_of_a_table_are_readable(capsys):
-    report.print_report("t", [{"a": None, "b": True, "c": 1.23456, "d": "x"}])
+def test_cells_of_a_table_are_readable_and_empty_columns_left_out(capsys):
+    rows = [
+        {"a": None, "b": True, "c": 1.23456, "none": None},
+        {"a": 7, "b": 1, "c": 1, "none": None},
+    ]
+    report.print_report("t", rows)
     out = capsys.readouterr().out
     assert "-" in out and "yes" in out and "1.235" in out
+    assert out.count("none") == 2, "in the JSON line alone"

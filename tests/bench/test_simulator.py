@@ -1,31 +1,21 @@
-"""The simulator's speed, and its comparison with engines, here with engines whose steps take no
-time."""
+"""The comparison of the simulator with an engine, here with engines whose steps take no time."""
 
 from __future__ import annotations
 
-import json
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from bench.simulator import __main__ as speed
-from bench.simulator import compare, real
-from bench.simulator.simulated import ReplayedRun, SimulatedReplicas
-from bench.simulator.workloads import from_prompts
+from bench.simulator import compare
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
-from cbatch.engine.prices.calibrator import designed
 from cbatch.text.outputs import Output
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 from tests.checking.executor import SimExecutor
 from tests.checking.models import ModelledAcceptance
-from tests.cli.conftest import INFO
 from tests.helpers import VOCAB_SIZE, make_config
 from tests.sim.test_calibrated import calibration
 
@@ -61,43 +51,6 @@ def requests(count: int, gap_s: float) -> list[TraceRequest]:
     ]
 
 
-def slower(run: ReplayedRun, factor: float) -> ReplayedRun:
-    """Make all times `factor` times as long; arrivals too, so that throughput follows."""
-    names = ("arrival_s", "ttft_s", "tpot_s", "e2e_s")
-    return ReplayedRun(
-        [
-            msgspec.structs.replace(
-                each, **{n: v * factor for n in names if (v := getattr(each, n)) is not None}
-            )
-            for each in run.records
-        ],
-        run.prefix_hit_tokens,
-    )
-
-
-def rows_of(comparison: compare.Comparison, folder: Path, capsys: Any) -> list[dict[str, Any]]:
-    """Return the command's rows for kept runs."""
-    kept = folder / "runs.json"
-    kept.write_bytes(msgspec.json.encode(comparison))
-    compare.main([comparison.kind, "--runs", str(kept)])
-    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    return rows
-
-
-def test_speed_is_a_table_and_then_one_json_line(capsys, monkeypatch, tmp_path):
-    trace = tmp_path / "trace.csv"
-    rows = "".join(f"{i},100,5\n" for i in range(9))
-    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
-    monkeypatch.setattr("sys.argv", ["bench.simulator", str(trace), "--requests", "4"])
-    monkeypatch.setattr(speed, "start_up_s", lambda: 0.5)
-    speed.main()
-    *table, last = capsys.readouterr().out.strip().split("\n")
-    assert any("us_per_step" in line for line in table)
-    (row,) = json.loads(last)["results"]
-    assert (row["requests"], row["steps"], row["start_up_s"]) == (4, 20, 0.5)
-    assert row["us_per_step"] > 0 and row["of_limit"] > 0
-
-
 def step(tokens: int, drafted: int, accepted: int) -> Output:
     return Output("r", 0, "", tuple(range(tokens)), drafted, accepted)
 
@@ -112,13 +65,15 @@ def step(tokens: int, drafted: int, accepted: int) -> Output:
     ],
 )
 def test_acceptances_are_read_off_outputs(steps: list[Output], acceptances: list[int]) -> None:
-    assert real.acceptances_of([step(1, 0, 0), *steps]) == acceptances
+    assert compare.acceptances_of([step(1, 0, 0), *steps]) == acceptances
 
 
 def test_recorded_fates_are_those_of_the_drafts() -> None:
     """The scripted acceptance is a coin by position."""
-    recorded = real.record_acceptances(engine("fixed:8"), PROMPTS)
-    assert len(recorded) == len(PROMPTS) and {len(f) for f in recorded} == {real.ACCEPTANCE_TOKENS}
+    recorded = compare.record_acceptances(engine("fixed:8"), PROMPTS)
+    assert len(recorded) == len(PROMPTS) and {len(f) for f in recorded} == {
+        compare.ACCEPTANCE_TOKENS
+    }
     model = ModelledAcceptance(0.7)
     same = [
         model.num_accepted(str(i), 0, 0, len(PROMPTS[i]) + at, 1) == acceptances[at]
@@ -129,24 +84,30 @@ def test_recorded_fates_are_those_of_the_drafts() -> None:
 
 
 def test_served_counts_from_the_scheduled_arrival() -> None:
-    served = real.serve_in_process(engine("off"), requests(12, 0.005), PROMPTS)
-    assert [record.index for record in served.records] == list(range(12))
-    assert all(r.ttft_s > 0 and 0 <= r.tpot_s <= r.e2e_s for r in served.records)
-    assert served.measures(1)["tokens_per_s"] <= 12 * 9 / (11 * 0.005)
+    served = compare.serve(engine("off"), requests(12, 0.005), PROMPTS)
+    assert [each.arrival_s for each in served] == [i * 0.005 for i in range(12)]
+    assert all(r.ttft_s > 0 and 0 <= (r.tpot_s or 0.0) <= r.e2e_s for r in served)
+    assert compare.measures(served)["tokens_per_s"] <= 12 * 9 / (11 * 0.005)
 
 
-def test_what_was_measured_is_predicted_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run that went as the simulator predicts has no error; one twice as slow is out of
-    bounds."""
-    comparison = compare.Comparison("engine", 1, COST, [[1, 0, 1]], None, [])
+def test_a_run_is_compared_with_its_simulation() -> None:
+    """A run that went as the simulator predicts has no error; one twice as slow, of which arrivals
+    are too, is out of bounds."""
+    simulated, cases = compare.SimulatedEngine(COST, [[1, 0, 1]]), []
     for policy, factors in (("off", (1.0, 1.0, 1.0)), ("fixed:4", (2.0, 2.2))):
-        case = compare.Case(policy, "round-robin", 0.4, requests(20, 0.02))
-        _, run = comparison.simulated_replicas(()).replay(OpenLoop(case.requests), policy)
-        case.runs = [slower(run, factor) for factor in factors]
-        comparison.cases.append(case)
-    rows = rows_of(comparison, tmp_path, capsys)
+        case = compare.Case(policy, 0.4, requests(20, 0.02))
+        run = simulated.replay(OpenLoop(case.requests), policy)
+        case.runs = [
+            [
+                compare.ServedRequest(
+                    r.arrival_s * f, r.output_tokens, r.ttft_s * f, (r.tpot_s or 0) * f, r.e2e_s * f
+                )
+                for r in run
+            ]
+            for f in factors
+        ]
+        cases.append(case)
+    rows = compare.rows_of(simulated, cases)
     assert len(rows) == 10
     for row in rows:
         if row["lookahead"] == "off":
@@ -156,42 +117,14 @@ def test_what_was_measured_is_predicted_again(
 
 
 def test_loads_are_shares_of_what_a_policy_serves() -> None:
-    args = compare.parse(["engine", "--policy", "off", "fixed:4", "--seconds", "2"])
-    world = SimulatedReplicas(COST, acceptances=[[1] * 8])  # every draft is accepted
-    cases = compare.make_cases(world, partial(from_prompts, PROMPTS), args)
+    args = compare.parse(["--policy", "off", "fixed:4", "--seconds", "2"])
+    simulated = compare.SimulatedEngine(COST, [[1] * 8])  # every draft is accepted
+    cases = compare.make_cases(simulated, PROMPTS, args)
     assert [(c.policy, c.load) for c in cases[:3]] == [("off", load) for load in (0.4, 0.8, 2.0)]
     rates = {(c.policy, c.load): len(c.requests) / (c.requests[-1].arrival_s or 1.0) for c in cases}
     assert rates["off", 2.0] > 2 * rates["off", 0.4]
     assert rates["fixed:4", 0.8] > rates["off", 0.8]
     over = cases[2].requests
     assert [r.prompt_tokens for r in over] == [8] * len(over)
-    report, _ = world.replay(OpenLoop(over))
-    assert report.duration_s > 1.5 * over[-1].arrival_s
-
-
-def test_every_batch_is_measured_as_often_as_any_other() -> None:
-    """This holds for any number of turns: a pass that has begun is finished."""
-    served = engine("fixed:4")
-    fitted, held_out = designed(served.scheduler.config)
-    calibrator = compare.TurnCalibrator(served, INFO)
-    once = calibrator.finish()
-    steps = once.fitted.steps // len(fitted)
-    assert (once.fitted.steps, once.held_out.steps) == (steps * len(fitted), steps * len(held_out))
-    for _ in range(compare.TURNS + 1):
-        calibrator.turn()
-    more = calibrator.finish()
-    assert more.fitted.steps == 3 * once.fitted.steps
-    assert more.held_out.steps == 3 * once.held_out.steps
-    assert more.engine["max_num_seqs"] == 4 and more.max_rows == 4
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["engine", "--replicas", "2"], ["fleet", "--policy", "off"], ["fleet", "--replicas", "1"]],
-)
-def test_flags_that_a_kind_has_no_use_for_are_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        compare.parse(words)
-    assert words[1] in capsys.readouterr().err.splitlines()[-1]
+    ends_s = [record.arrival_s + record.e2e_s for record in simulated.replay(OpenLoop(over), "off")]
+    assert max(ends_s) > 1.5 * over[-1].arrival_s

@@ -48,7 +48,7 @@ def test_an_abbreviation_is_refused_and_its_option_named(
 
 @pytest.mark.parametrize(
     "bench",
-    ["bench.stalls", "bench.peers", "bench.lookahead", "bench.engine", "bench.scheduler"],
+    ["bench.stalls", "bench.peers", "bench.lookahead", "bench.scheduler"],
 )
 def test_benches_take_no_abbreviations(bench: str) -> None:
     done = subprocess.run(

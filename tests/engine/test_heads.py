@@ -13,7 +13,6 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 import tools
-from bench.peers.gguf_writer import Q8_0, convert, gguf_bytes
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
@@ -27,6 +26,7 @@ from cbatch.runtime.drafting.heads.trial import best_reading
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
+from tests.gguf_files import Q8_0, convert, gguf_bytes
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_eagle import Cold
 from tests.smollm2 import needs_smollm2

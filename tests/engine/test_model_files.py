@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bench.peers.gguf_writer import BF16, Q8_0, convert, gguf_bytes
 from cbatch import LLM, FinishReason, SamplingParams
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths, demo_prompts
@@ -23,6 +22,7 @@ from cbatch.engine.packaged import PACKAGED, PackagedModel
 from cbatch.runtime.model import gguf_file
 from cbatch.text import TokenizerError
 from tests.cli.test_serve import post, serve
+from tests.gguf_files import BF16, Q8_0, convert, gguf_bytes
 from tests.runtime.hf_models import build
 from tests.smollm2 import needs_smollm2
 from tests.text.test_gguf_tokenizer import BYTE_LEVEL

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench.peers.gguf_writer import BF16, Q8_0, convert, gguf_bytes
 from cbatch.demo import demo_paths
 from cbatch.runtime.compiled import version
 from tests.engine.written import SMOLLM2, Pair, Written, demo, smollm2, write
+from tests.gguf_files import BF16, Q8_0, convert, gguf_bytes
 from tests.runtime.hf_models import build
 from tests.smollm2 import needs_smollm2
 

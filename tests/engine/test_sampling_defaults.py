@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bench.peers.gguf_writer import gguf_bytes
 from cbatch import SamplingParams
 from cbatch.engine.model_files import sampling_defaults
 from cbatch.runtime.model.config import ModelError
+from tests.gguf_files import gguf_bytes
 
 
 def write(folder: Path, **values: Any) -> Path:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, normalizers, processors
 
-from bench.peers.gguf_writer import F32, Stored, original_name
 from cbatch.runtime.model.gguf_file import TYPES
+from tests.gguf_files import F32, Stored, original_names
 from tests.runtime.test_gguf_blocks import blocks
 from tests.text.test_gguf_tokenizer import BYTE_LEVEL, SENTENCE_PIECE
 from tests.text.toy_tokenizers import byte_level
@@ -104,8 +104,9 @@ def make_directory(folder: Path) -> None:
     """Write the model `plain` in the Hugging Face layout."""
     _, tensors = gguf_parts("plain")
     weights = {}
+    names = original_names()
     for name, tensor in tensors.items():
-        original = original_name(name)
+        original = names.get(name)
         if original is not None:
             assert tensor.kind == F32
             weights[original] = torch.frombuffer(bytearray(tensor.data), dtype=torch.float32).view(

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from bench.peers.gguf_writer import gguf_bytes
 from cbatch import LLM, SamplingParams
 from cbatch.engine.model_files import chat_template_of
 from cbatch.runtime.model.config import ModelError
 from cbatch.text import ChatTemplateError, TokenizerError
+from tests.gguf_files import gguf_bytes
 from tests.runtime.directory_mutations import DirectoryMutator
 from tests.runtime.gguf_mutations import GgufMutator
 from tests.runtime.made_models import MADE, gguf_parts, make_directory

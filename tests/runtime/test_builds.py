@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.peers.gguf_writer import Q8_0
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.compiled import CompiledProduct, build, builds, find_compiler
 from cbatch.runtime.compiled import experts as experts_module
@@ -29,6 +28,7 @@ from cbatch.runtime.cpu import compiled_pass
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.system.cache import cache_folder
+from tests.gguf_files import Q8_0
 from tests.runtime.compiled_programs import BY_HAND, tiles_by_hand
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.marks import has_compiler, needs_compiler

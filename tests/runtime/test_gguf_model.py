@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.peers.gguf_writer import BF16, F16, F32, Q8_0, Stored, convert, gguf_bytes, stored
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
+from tests.gguf_files import BF16, F16, F32, Q8_0, Stored, convert, gguf_bytes, stored
 from tests.runtime.hf_models import build, paged, run_all, tokens_of
 from tests.runtime.marks import needs_compiler
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from bench.peers.gguf_writer import gguf_bytes
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.rank_group import RankGroup, join
+from tests.gguf_files import gguf_bytes
 from tests.runtime.hf_models import build
 from tests.runtime.made_models import gguf_parts
 from tests.runtime.marks import needs_compiler

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.browser import MISSING, browsing, until
 from cbatch.server.http.keys import KeyRing
+from tests.browser import MISSING, browsing, until
 from tests.process.factories import SimFactory
 from tests.server.http_client import Client, serving, wait_until
 from tests.server.processes import serving_process

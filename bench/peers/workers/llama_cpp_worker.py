@@ -18,10 +18,10 @@ CELLS_MULTIPLE = 256  # llama.cpp rounds a sequence's KV cells up to a multiple 
 
 class LlamaCpp:
     def __init__(
-        self, model: str | None, *, max_sequences: int, tokens: int, threads: int, exact_kv: bool
+        self, model: str | None, *, max_sequences: int, tokens: int, threads: int, exact: bool
     ) -> None:
         """Load a model for up to `max_sequences` sequences of `tokens` tokens. KV is float16, the
-        default, or float32 with `exact_kv`. Without a model the object can only quantise files."""
+        default, or float32 with `exact`. Without a model the object can only quantise files."""
         lib.llama_backend_init()
         self._quiet = lib.llama_log_callback(lambda *_: None)  # C calls it: it must stay alive
         lib.llama_log_set(self._quiet, ctypes.c_void_p(0))
@@ -39,7 +39,7 @@ class LlamaCpp:
         context.n_batch = context.n_ubatch = max(512, max_sequences)
         context.n_seq_max = max_sequences
         context.n_threads = context.n_threads_batch = threads
-        if exact_kv:
+        if exact:
             context.type_k = context.type_v = lib.GGML_TYPE_F32
         self._max_batch = context.n_batch
         self._context = lib.llama_init_from_model(loaded_model, context)
@@ -47,44 +47,26 @@ class LlamaCpp:
             raise RuntimeError("llama.cpp cannot make a context")
         self._batch = lib.llama_batch_init(self._max_batch, 0, 1)
 
-    def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    def run(self, prompts: list[list[int]], output_tokens: int) -> tuple[Any, list[float]]:
+        """Return the outputs, and the times at which steps ended."""
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
-        started_s = time.perf_counter()
         count, length = len(prompts), len(prompts[0])
-        tokens = np.asarray(prompts, dtype=np.int32)
-        sequences = np.arange(count)
+        sequences, columns = np.arange(count), []
         # Prompts fill whole batches; only the last position of each needs logits.
-        all_ids, at = tokens.ravel(), np.tile(np.arange(length), count)
+        all_ids, at = np.asarray(prompts, dtype=np.int32).ravel(), np.tile(np.arange(length), count)
         sequence_of, is_last = np.repeat(sequences, length), at == length - 1
         chosen = np.zeros(count, dtype=np.int32)
         for first in range(0, len(all_ids), self._max_batch):
             part = slice(first, first + self._max_batch)
             logits = self._decode(all_ids[part], at[part], sequence_of[part], is_last[part])
             chosen[sequence_of[part][is_last[part]]] = logits.argmax(axis=1)
-        columns, ends_s = [chosen], [time.perf_counter()]
-        all_rows = np.ones(count, dtype=bool)
+        ends_s, all_rows = [time.perf_counter()], np.ones(count, dtype=bool)
         for position in range(length, length + output_tokens - 1):
+            columns.append(chosen)
             logits = self._decode(chosen, np.full(count, position), sequences, all_rows)
             chosen = logits.argmax(axis=1).astype(np.int32)
-            columns.append(chosen)
             ends_s.append(time.perf_counter())
-        outputs, steps_s = np.stack(columns, axis=1).tolist(), np.diff(ends_s).tolist()
-        return {"seconds": ends_s[-1] - started_s, "outputs": outputs, "steps_s": steps_s}
-
-    def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
-        return [self._logprobs(np.asarray(ids, dtype=np.int32)) for ids in prompts]
-
-    def _logprobs(self, ids: np.ndarray) -> list[float]:
-        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
-        logprobs: list[float] = []
-        for first in range(0, len(ids) - 1, self._max_batch):
-            at = np.arange(first, min(first + self._max_batch, len(ids) - 1))
-            all_rows = np.ones(len(at), dtype=bool)
-            logits = self._decode(ids[at], at, np.zeros_like(at), all_rows).astype(np.float64)
-            top = logits.max(axis=1)
-            log_sum = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
-            logprobs += (logits[np.arange(len(at)), ids[at + 1]] - log_sum).tolist()
-        return logprobs
+        return np.stack([*columns, chosen], axis=1).tolist(), ends_s
 
     def quantise(self, source: str, target: str, kind: str, threads: int) -> None:
         """Convert a file into type `kind`, a name of llama.cpp's such as Q4_K_M; the source may be
@@ -97,11 +79,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp cannot write {kind}")
 
     def _decode(
-        self,
-        tokens: np.ndarray,
-        positions: np.ndarray,
-        sequences: np.ndarray,
-        needs_logits: np.ndarray,
+        self, tokens: np.ndarray, positions: np.ndarray, sequences: Any, needs_logits: Any
     ) -> np.ndarray:
         """Return logits [positions that need them, V], valid until the next call."""
         batch, count = self._batch, len(tokens)

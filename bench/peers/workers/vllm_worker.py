@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ PRELOADED = ("vllm/libs/libtcmalloc*.so*", "../../libiomp5.so")
 
 class Vllm:
     def __init__(
-        self, model: str, dtype: str, *, max_sequences: int, tokens: int, kv_bytes: int, eager: bool
+        self, model: str, dtype: str, *, max_sequences: int, tokens: int, kv_bytes: int
     ) -> None:
         from vllm import LLM
 
@@ -37,33 +36,17 @@ class Vllm:
             max_num_seqs=max_sequences,
             kv_cache_memory_bytes=kv_bytes,
             enable_prefix_caching=False,
-            enforce_eager=eager,
         )
 
-    def run(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        params = {"max_tokens": output_tokens, "min_tokens": output_tokens, "ignore_eos": True}
-        started_s = time.perf_counter()
-        completions = self._generate(prompts, **params)
-        seconds = time.perf_counter() - started_s
-        return {
-            "seconds": seconds,
-            "outputs": [list(completion.outputs[0].token_ids) for completion in completions],
-        }
-
-    def logprobs(self, prompts: list[list[int]]) -> list[list[float]]:
-        completions = self._generate(prompts, max_tokens=1, prompt_logprobs=0)
-        by_prompt = [completion.prompt_logprobs[1:] for completion in completions]
-        return [
-            [entry[token].logprob for token, entry in zip(ids[1:], entries, strict=True)]
-            for ids, entries in zip(prompts, by_prompt, strict=True)
-        ]
-
-    def _generate(self, prompts: list[list[int]], **params: Any) -> Any:
+    def run(self, prompts: list[list[int]], output_tokens: int) -> tuple[Any, list[float]]:
+        """Return the outputs, and no times of steps."""
         from vllm import SamplingParams
 
         requests = [{"prompt_token_ids": ids} for ids in prompts]
-        params |= {"temperature": 0.0, "detokenize": False}
-        return self._llm.generate(requests, SamplingParams(**params), use_tqdm=False)
+        lengths = {"max_tokens": output_tokens, "min_tokens": output_tokens, "ignore_eos": True}
+        params = SamplingParams(temperature=0.0, detokenize=False, **lengths)
+        completions = self._llm.generate(requests, params, use_tqdm=False)
+        return [list(completion.outputs[0].token_ids) for completion in completions], []
 
 
 def preload() -> None:

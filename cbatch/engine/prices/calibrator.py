@@ -138,19 +138,18 @@ class Calibrator:
         *,
         seed: int,
         steps: int,
-        part: slice = slice(None),
         held_out: bool = True,
         on_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Measure `steps` steps of each batch in the slice `part`. Call `on_batch` after a batch.
+        """Measure `steps` steps of each batch. Call `on_batch` after a batch.
 
         The order of batches is drawn from `seed`, so that a slow phase of the machine affects all
         kinds of batches.
         """
         kinds = [(self.fitted, self.fitted_samples), (self.held_out, self.held_out_samples)]
         for batches, samples in kinds[: 1 + held_out]:
-            rng, chosen = np.random.default_rng(seed), batches[part]
-            order = [chosen[i] for i in rng.permutation(len(chosen))]
+            rng = np.random.default_rng(seed)
+            order = [batches[i] for i in rng.permutation(len(batches))]
             for batch in order[:_WARM_UP]:
                 self.samples(batch, steps, rng)
             for batch in order:

@@ -1,4 +1,4 @@
-"""A headless Chromium, run by playwright, for the tests and the picture of the live page."""
+"""A headless Chromium, run by playwright, for the tests of the live page."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if importlib.util.find_spec("playwright") is None:
 
 
 @contextmanager
-def browsing(scale: float = 1.0) -> Iterator[tuple[Page, list[str]]]:
+def browsing() -> Iterator[tuple[Page, list[str]]]:
     """Start a browser without a profile. Yields a tab, and a list that collects console messages
-    and script errors. `scale` is screen pixels per CSS pixel."""
+    and script errors."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # Chromium's sandbox does not work for root; only our own page is loaded.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page, log = browser.new_page(device_scale_factor=scale), list[str]()
+        page, log = browser.new_page(), list[str]()
         page.on(
             "console",
             lambda message: log.append(f"{message.text} {message.location.get('url', '')}"),

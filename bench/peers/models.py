@@ -3,43 +3,30 @@ format is written once, from the same weights."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from bench.engine.shapes import SHAPES, write_random_model
-from bench.peers import gguf_writer
-from bench.peers.processes import Worker
+from bench.peers.gguf_files import BF16, F16, F32, convert, write_gguf
+from bench.peers.worker import System, Worker
+from bench.shapes import SHAPES, write_random_model
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
 from cbatch.engine.model_files import find_model, tokenizer_of
 from cbatch.engine.packaged import PACKAGED
 from cbatch.runtime.model.checkpoint import read_config
-from cbatch.runtime.model.config import ModelConfig, RopeConfig
+from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.gguf_file import SUFFIX, is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
-from cbatch.runtime.model.rope import inverse_frequencies
-from cbatch.runtime.model.shapes import num_weights
 from cbatch.text import TextTokenizer, TokenizerError
 
-DEMO = "demo"
-NAMES = (*SHAPES, DEMO, *PACKAGED)
-PLAIN = {"F32": gguf_writer.F32, "F16": gguf_writer.F16, "BF16": gguf_writer.BF16}
-TYPES = (*PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
+NAMES = (*SHAPES, "demo", *PACKAGED)
+_PLAIN = {"F32": F32, "F16": F16, "BF16": BF16}
+TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
 TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # llama.cpp's names of types that cbatch reads
-_DTYPES = {DEMO: "float32", "llama-1m": "float32"}
-_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow"),
-}
-_LLAMA3_TOKENS = 8192  # context length of Llama 3's pretraining
 
 
 class ModelFormats:
@@ -53,10 +40,11 @@ class ModelFormats:
         self.name = f"{Path(name).name} {kind}" if kind else Path(name).name
         self._kind, self._folder, self._llama, self._threads = kind, folder, llama, threads
         self.draft: Path | None = None
-        if name == DEMO:
+        if name == "demo":
             self.source, self.draft = demo_paths()
         elif name in SHAPES:
-            self.source = write_random_model(name, folder, _DTYPES.get(name, "bfloat16"))
+            dtype = "float32" if name == "llama-1m" else "bfloat16"
+            self.source = write_random_model(name, folder, dtype)
         else:
             self.source = Path(find_model(name)).resolve()
 
@@ -65,19 +53,17 @@ class ModelFormats:
         is_file = is_gguf(self.source)
         if self._kind is None:
             return self.source
-        if self._kind in PLAIN and not is_file:
+        if self._kind in _PLAIN and not is_file:
             return self._gguf_file(self._kind)
         if self._llama is None:
             raise FieldError("type", f"{self._kind} is written by llama.cpp", "name it by --llama")
         path = self._folder / f"{self.source.name.removesuffix(SUFFIX)}-{self._kind}.gguf"
         source = self.source if is_file else self._gguf_file("BF16")
-        with Worker("llama_cpp", self._llama, self._threads) as worker:
-            worker.start(
-                model=None, max_sequences=0, tokens=0, threads=self._threads, exact_kv=False
-            )
+        settings = {"model": None, "max_sequences": 0, "tokens": 0, "threads": 0, "exact": False}
+        system = System("llama.cpp", "off", "llama_cpp", self._llama, self._threads, settings)
+        with Worker(system) as worker:
+            worker.start()
             worker.call("quantise", str(source), str(path), self._kind, self._threads)
-        if not is_file:
-            source.unlink()
         return path
 
     def gguf(self, exact: bool) -> Path:
@@ -87,11 +73,6 @@ class ModelFormats:
         if is_gguf(self.cbatch_path):
             return self.cbatch_path
         return self._gguf_file("F32" if exact or self.dtype == "float32" else "F16")
-
-    @property
-    def has_gguf_tokenizer(self) -> bool:
-        """True if `gguf` has the model's tokenizer, as files that are converted from a GGUF do."""
-        return is_gguf(self.source)
 
     @cached_property
     def directory(self) -> Path:
@@ -113,29 +94,6 @@ class ModelFormats:
         return "float32" if self._kind == "F32" else self.config.torch_dtype or "float32"
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the matrices that every step multiplies with, as stored in cbatch's file."""
-        if not is_gguf(self.cbatch_path):
-            return num_weights(self.config) * getattr(torch, self.dtype).itemsize
-        tensors = read_gguf(self.cbatch_path).tensors
-        looked_up = {"token_embd.weight"} if "output.weight" in tensors else set()
-        return sum(
-            tensor.raw.nbytes
-            for name, tensor in tensors.items()
-            if len(tensor.shape) == 2 and name not in looked_up
-        )
-
-    @property
-    def token_flop(self) -> int:
-        """Floating-point operations per prompt token, without the LM head, which only the last
-        token needs."""
-        return 2 * num_weights(self.config) - self.prompt_flop
-
-    @property
-    def prompt_flop(self) -> int:
-        return 2 * self.config.vocab_size * self.config.hidden_size
-
-    @property
     def quantised(self) -> bool:
         return is_gguf(self.cbatch_path) and any(
             tensor.type.elements > 1 for tensor in read_gguf(self.cbatch_path).tensors.values()
@@ -151,30 +109,41 @@ class ModelFormats:
     def _gguf_file(self, kind: str) -> Path:
         path = self._folder / f"{self.source.name}-{kind}.gguf"
         if not path.exists():
-            gguf_writer.write_gguf(self.source, path, PLAIN[kind])
+            write_gguf(path, *convert(self.source, _PLAIN[kind]))
         return path
 
 
 def write_directory(file: Path, directory: Path) -> None:
     """Write a GGUF file's weights in bf16 as a directory that transformers and vLLM read, without a
-    tokenizer. Raises ValueError for rotary frequencies that config.json cannot express."""
+    tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     gguf = read_gguf(file)
     config = config_of(gguf)
-    weights = GgufWeights(gguf, config, torch.bfloat16)
-    names = (gguf_writer.original_name(name) for name in gguf.tensors)
-    tensors = {name: weights.get(name, weights.stored(name).shape) for name in names if name}
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config_fields(config)))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    source = GgufWeights(gguf, config, torch.bfloat16)
+    with torch.device("meta"):
+        hf_config = AutoConfig.for_model(config.family, **_config_fields(config))
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
+    weights = {name: source.get(name, tuple(p.shape)) for name, p in model.named_parameters()}
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    model.save_pretrained(directory)
 
 
-def config_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json. Raises ValueError as `write_directory` does."""
-    c = config
+def _config_fields(c: ModelConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": c.rope.type, "rope_theta": c.rope.theta}
+    if c.rope.divisors:  # Llama 3's scaling, for which a GGUF file has no other form
+        rope |= {"rope_type": "llama3", "factor": max(c.rope.divisors), "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    elif c.rope.type != "default":
+        rope |= {"factor": c.rope.factor}
+    if c.rope.type == "yarn":
+        rope |= {"original_max_position_embeddings": c.rope.original_max_position_tokens}
+        for name in ("attention_factor", "beta_fast", "beta_slow"):
+            rope[name] = getattr(c.rope, name)
+    # With a linear scaling this is the length before scaling.
     stretched = c.rope.factor if c.rope.type == "linear" else 1
     return {
-        "architectures": [f"{c.family.capitalize()}ForCausalLM"],
-        "model_type": c.family,
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
@@ -182,7 +151,6 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
-        # With a linear scaling this is the length before scaling.
         "max_position_embeddings": round(c.max_position_tokens / stretched),
         "rms_norm_eps": c.rms_norm_eps,
         "sliding_window": c.sliding_window[0],
@@ -191,25 +159,5 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": c.mlp_bias,
         "bos_token_id": c.bos_token_id,
         "eos_token_id": list(c.eos_token_ids),
-        "rope_parameters": _rope_fields(c),
-        "dtype": "bfloat16",
+        "rope_parameters": rope,
     }
-
-
-def _rope_fields(config: ModelConfig) -> dict[str, Any]:
-    rope = config.rope
-    if rope.divisors:  # a GGUF file has no other form for the scaling of Llama 3
-        frequencies = inverse_frequencies(rope, config.head_dim)
-        rope = RopeConfig(
-            type="llama3",
-            theta=rope.theta,
-            factor=max(rope.divisors),
-            original_max_position_tokens=_LLAMA3_TOKENS,
-        )
-        if not torch.allclose(inverse_frequencies(rope, config.head_dim), frequencies, rtol=1e-4):
-            raise ValueError("rope_freqs.weight: the factors are not those of Llama 3")
-    fields = {name: getattr(rope, name) for name in _ROPE_FIELDS[rope.type]}
-    original = rope.original_max_position_tokens
-    if original:
-        fields["original_max_position_embeddings"] = original
-    return {"rope_type": rope.type, "rope_theta": rope.theta} | fields

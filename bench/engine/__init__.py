@@ -1,1 +1,0 @@
-"""The engine alone: `python -m bench.engine`."""
