@@ -141,6 +141,7 @@ SEEN = {
         "cbatch/cli/console.py",
         "cbatch/cli/output.py",
         "cbatch/cli/settings.py",
+        "cbatch/engine/options.py",
         "cbatch/steplog/",
     ),
     # Advice reruns the drafters themselves, and prices steps as an engine does.

@@ -243,7 +243,7 @@ def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
         ({"num_blocks": 0}, "num_blocks"),
         ({"max_model_len": 129}, "max_model_len"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"queue_policy": "lifo"}, "scheduling_policy"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy"),
     ):
         with pytest.raises(FieldError) as caught:
             make(pair, **options)

@@ -17,8 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cbatch.core.request.typed import OLD_NAMES
-from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import (
     Added,
     Cancelled,
@@ -155,7 +153,7 @@ def read_step_log(path: str | Path) -> StepLog:
         try:
             if not (begins or events):
                 raise StepLogError("the configuration of an engine is missing")
-            events.append(_checked(decoder.decode(_with_new_names(line) if begins else line)))
+            events.append(_checked(decoder.decode(line)))
             numbers.append(number)
             is_whole = True
         except (msgspec.MsgspecError, ValueError, TypeError, ArithmeticError, RecursionError) as e:
@@ -189,13 +187,6 @@ def _checked(event: AnyEvent) -> AnyEvent:
             if size > limit:
                 raise StepLogError(f"{name}: {getattr(config, name)} is too large")
     return event
-
-
-def _with_new_names(line: bytes) -> bytes:
-    for old, new in OLD_NAMES.items():
-        if new in SchedulerConfig.__struct_fields__:
-            line = line.replace(f'"{old}":'.encode(), f'"{new}":'.encode())
-    return line
 
 
 def _check_header(path: str | Path, line: bytes) -> None:

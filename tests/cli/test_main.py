@@ -116,7 +116,16 @@ TABLES: dict[str, tuple[Any, ...]] = {
     "generate": ("generate", "def f():", "--output", "OUT", "--max-tokens", 3),
     "sim": ("sim", "TRACE", *CONSTANT),
     "sweep": ("sim", "TRACE", *CONSTANT, "--sweep", "max-num-seqs=1,2", "--processes", 1),
-    "capacity": ("sim", "capacity", "TRACE", *CONSTANT, "--slo", "ttft=1", "--rates", "1:1.5"),
+    "capacity": (
+        "sim",
+        "capacity",
+        "TRACE",
+        *CONSTANT,
+        "--slo",
+        "ttft=1",
+        "--rate-scales",
+        "1:1.5",
+    ),
     "trace show": ("trace", "show", "TRACE"),
     "report compare": ("report", "compare", "REPORT", "REPORT"),
 }

@@ -64,7 +64,7 @@ def test_capacity_does_not_depend_on_the_length_of_the_trace(
     """16 slots, 10 ms per step and 40 tokens on average: about 40 requests per second. The
     objective is only on the time between tokens, which a queue does not change."""
     engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
-    engine += ("--rates", "8:48")
+    engine += ("--rate-scales", "8:48")
     law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
     rates = []
     for count in counts:
@@ -87,8 +87,8 @@ def test_a_trace_that_is_much_too_short_is_reported(cbatch: Command, tmp_path: P
     ]
     write_requests(path, requests)
     slots = ("--num-blocks", 90_000, "--max-model-len", 500, "--max-num-seqs", 20_000)
-    budget = ("--step-budget", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
-    run = cbatch("sim", "capacity", path, *slots, *budget, "--rates", "0.5:1")
+    budget = ("--max-num-batched-tokens", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
+    run = cbatch("sim", "capacity", path, *slots, *budget, "--rate-scales", "0.5:1")
     assert run.status == 0 and "too short to distinguish a burst from a steady load" in run.out, (
         run.out
     )
@@ -107,9 +107,9 @@ def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, trace: Path) -> 
 def test_ends_of_the_range_are_reported(cbatch: Command, trace: Path) -> None:
     low = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "tpot=0.001")
     assert low.status == 0 and "even 0.01562 times the rate misses the objectives" in low.out
-    high = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "1:4")
+    high = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rate-scales", "1:4")
     assert high.status == 0 and "capacity: at least 4 times the rate" in high.out
-    above = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rates", "3:5")
+    above = cbatch("sim", "capacity", trace, *CONSTANT, "--slo", "ttft=99", "--rate-scales", "3:5")
     tried = above.lines[-1]["scenarios"][0]["tried"]
     assert [one["rate"] for one in tried] == [3, 5], "not the lower end of the range"
 
@@ -123,8 +123,8 @@ def test_ends_of_the_range_are_reported(cbatch: Command, trace: Path) -> None:
         (("--slo", "ttft=1", "--percentile", "nan"), "--percentile: nan"),
         (("--slo", "ttft=1", "--goodput-share", 0), "--goodput-share: 0.0"),
         (("--slo", "ttft=1", "--goodput-share", 1.5), "--goodput-share: 1.5"),
-        (("--slo", "ttft=1", "--rates", "0:1"), "--rates: 0.0:1.0"),
-        (("--slo", "ttft=1", "--rates", "2:1"), "--rates: 2.0:1.0"),
+        (("--slo", "ttft=1", "--rate-scales", "0:1"), "--rate-scales: 0.0:1.0"),
+        (("--slo", "ttft=1", "--rate-scales", "2:1"), "--rate-scales: 2.0:1.0"),
         (("--slo", "ttft=1", "--sweep", "rate=1,2"), "'rate' is not an option"),
         (("--slo", "ttft=1", "--sweep", "concurrency=1,2"), "'concurrency' is not an option"),
         (("--slo", "ttft=1", "--processes", 2), "--processes: would be ignored"),

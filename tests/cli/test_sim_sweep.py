@@ -33,7 +33,7 @@ def trace(tmp_path: Path) -> Path:
 def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path) -> None:
     """Sweep numbers, policies with and without a draft, and a switch, in several processes and in
     one. Each row also runs alone."""
-    drafts = ("--draft-model", "llama-3.2-1b", "--acceptance", 0.6, *SMALL, "--slo", "ttft=0.02")
+    drafts = ("--draft", "llama-3.2-1b", "--acceptance", 0.6, *SMALL, "--slo", "ttft=0.02")
     sweeps = ("--sweep", "lookahead=off,fixed:3", "--sweep", "max-num-seqs=2,8")
     files = [trace.parent / f"{i}.json" for i in range(2)]
     for file, processes in zip(files, (1, 2), strict=True):
@@ -70,15 +70,15 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
     )
     write_requests(path, requests)
     out = tmp_path / "out.json"
-    swept = ("--sweep", "no-prefix-cache=off,on", "--json", out, "--processes", 1)
+    swept = ("--sweep", "enable-prefix-caching=on,off", "--json", out, "--processes", 1)
     assert cbatch("sim", path, *CONSTANT, *swept).status == 0
     assert [r["prefix_hit_tokens"] for r in json.loads(out.read_bytes())] == [3 * 32, 0]
     with pytest.raises(SystemExit):
         cbatch("sim", path, *CONSTANT, "--sweep")
-    refused = cbatch("sim", path, *CONSTANT, "--sweep", "queue-policy=fcfs;a,b")
+    refused = cbatch("sim", path, *CONSTANT, "--sweep", "scheduling-policy=fcfs;a,b")
     assert (
         refused.status == 2
-        and "--sweep queue-policy=a,b: 'a,b' is not allowed; use fcfs" in refused.err
+        and "--sweep scheduling-policy=a,b: 'a,b' is not allowed; use fcfs" in refused.err
     )
 
 
@@ -104,13 +104,13 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
         ),
         (("--sweep", "max-num-seqs=2,4", "--max-num-seqs", 8), "--max-num-seqs: would be ignored"),
         (
-            ("--sweep", "no-prefix-cache=yes,no"),
-            "--sweep no-prefix-cache=yes: 'yes' is not allowed; use on or off",
+            ("--sweep", "enable-prefix-caching=yes,no"),
+            "--sweep enable-prefix-caching=yes: 'yes' is not allowed; use on or off",
         ),
         (("--sweep", "rate=1,-2"), "--sweep rate=-2: -2.0 is not allowed"),
         (("--sweep", "concurrency=1,2", "--rate", 2), "--rate: would be ignored"),
         (("--sweep", "lookahead=off,sometimes"), "--sweep lookahead=sometimes: 'sometimes'"),
-        (("--sweep", "seed=1,2", "--draft-model", "llama-3.2-1b"), "--draft-model: would be"),
+        (("--sweep", "seed=1,2", "--draft", "llama-3.2-1b"), "--draft: would be"),
         (("--sweep", "seed=1,2", "--records", "{out}"), "--records: would be ignored with --sweep"),
         (("--sweep", "seed=1,2", "--processes", 0), "--processes: 0 is not allowed"),
         (("--processes", 2), "--processes: would be ignored without --sweep"),

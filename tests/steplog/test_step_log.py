@@ -5,7 +5,6 @@ import re
 import msgspec
 import pytest
 
-from cbatch.core.request.typed import OLD_NAMES
 from cbatch.core.scheduler.events import Configured, ExecutorReset, Failed, Planned
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import StepLogError, encode_array, engines_of, read_step_log, replay
@@ -187,16 +186,3 @@ def test_replay_wants_the_configuration_first_and_once():
 def test_only_arrays_are_encoded():
     with pytest.raises(NotImplementedError, match="object"):
         encode(object())
-
-
-def test_logs_with_the_old_names_of_options_are_read(tmp_path):
-    path = tmp_path / "steps.jsonl"
-    with StepRecorder(path) as log:
-        busy_world(log, depth=1)
-    new, text = read_step_log(path), path.read_bytes()
-    renamed = {new: old for old, new in OLD_NAMES.items() if f'"{new}":'.encode() in text}
-    assert len(renamed) == 5
-    for name, old in renamed.items():
-        text = text.replace(f'"{name}":'.encode(), f'"{old}":'.encode())
-    path.write_bytes(text)
-    assert encode(read_step_log(path).events) == encode(new.events)
