@@ -30,8 +30,8 @@ _FACTORS = {
     for base, suffixes in ((1000, "kmgt"), (1024, "KMGT"))
     for i, suffix in enumerate(suffixes)
 }
-# CBATCH_CONFIG names the file, and cbatch/runtime/compiled/builds.py reads CBATCH_KERNELS.
-_READ_ELSEWHERE = ("config", "kernels")
+# In cbatch/cli/serve.py, cbatch/runtime/compiled/builds.py and cbatch/engine/prices/startup.py.
+_READ_ELSEWHERE = ("config", "kernels", "costs", "profile_seconds")
 # Kubernetes sets these variables for a service named `cbatch`, and CBATCH_PORT to an address.
 _LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
 _LINK_ADDRESS = "tcp://"

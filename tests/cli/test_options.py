@@ -27,7 +27,6 @@ from cbatch.cli.settings import (
     Settings,
     fields_of,
     flag_of,
-    read_settings,
     settings_of,
     unknown_variables,
 )
@@ -39,7 +38,7 @@ from cbatch.engine.unsupported import (
     without_neutral_fields,
 )
 from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, read_serve
 
 ROOT = Path(__file__).parents[2]
 Command = Callable[..., Run]
@@ -73,20 +72,21 @@ SETTINGS = {
 
 def read(tmp_path: Path, way: str, name: str, value: Any) -> Settings[ServeSettings]:
     """Read one option from a flag, an environment variable, or a TOML key."""
-    words, variables, file = ["serve"], {}, tmp_path / "serve.toml"
-    shown = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else str(value)
-    if way == "flag" and isinstance(value, bool):
-        words += [flag_of(name if value else f"no_{name}")]
-    elif way == "flag":
-        each = value if isinstance(value, list) else [shown]
-        words += [f"{flag_of(name)}={text}" for text in each]
+    text, variables, flags = "", dict[str, str](), list[str]()
+    switch = isinstance(value, bool)
+    if way == "file":
+        text = f"{name} = {json.dumps(value)}"
     elif way == "variable":
-        variables = {f"CBATCH_{name.upper()}": ",".join(value) if value is list else str(shown)}
-        if isinstance(value, list):
-            variables = {f"CBATCH_{name.upper()}": ", ".join(value)}
-    file.write_text(f"{name} = {json.dumps(value)}" if way == "file" else "")
+        given = ("off", "on")[value] if switch else value
+        given = ", ".join(given) if isinstance(given, list) else str(given)
+        variables = {f"CBATCH_{name.upper()}": given}
+    elif switch:
+        flags = [flag_of(name if value else f"no_{name}")]
+    else:
+        values = value if isinstance(value, list) else [value]
+        flags = [f"{flag_of(name)}={each}" for each in values]
     assert not unknown_variables(variables, ServeSettings)
-    return read_settings(ServeSettings, make_parser("serve").parse_args(words), variables, file)
+    return read_serve(tmp_path, text, variables, *flags)
 
 
 def other_value(setting: Setting) -> Any:
@@ -139,23 +139,19 @@ def test_every_option_of_an_engine_is_a_keyword(name: str) -> None:
 
 
 def test_sources_override_each_other_in_order(tmp_path: Path) -> None:
-    file = tmp_path / "serve.toml"
-    file.write_text('max_num_seqs = 5\nport = 7\ndrafter = ["ngram"]\n')
+    file = 'max_num_seqs = 5\nport = 7\ndrafter = ["ngram"]\n'
     variables = {"CBATCH_PORT": "8", "CBATCH_DRAFTER": "suffix, ngram"}
-    args = make_parser("serve").parse_args(["serve", "--drafter", "suffix", "DIR"])
-    settings = read_settings(ServeSettings, args, variables, file)
+    settings = read_serve(tmp_path, file, variables, "--drafter", "suffix", "DIR")
     values = settings.values
     assert (values.engine.max_num_seqs, values.port, values.engine.drafter) == (5, 8, ("suffix",))
     assert values.model == "DIR" and settings.given == {"max_num_seqs", "port", "drafter", "model"}
 
 
-@pytest.mark.parametrize("flag", ["--tp", "-tp", "--tensor-parallel-size"])
-def test_short_flags_and_sizes(flag: str) -> None:
+def test_short_flags_and_sizes(tmp_path: Path) -> None:
     def engine(*words: str) -> EngineOptions:
-        args = make_parser("serve").parse_args(["serve", *words])
-        return read_settings(ServeSettings, args).values.engine
+        return read_serve(tmp_path, "", {}, *words).values.engine
 
-    assert engine(flag, "2").tensor_parallel_size == 2
+    assert engine("-tp", "2").tensor_parallel_size == 2
     assert engine("-sc", '{"method": "suffix"}').drafter == ("suffix",)
     for text, number in (("2k", 2000), ("2K", 2048), ("1.5G", 3 * 2**29), ("7", 7)):
         assert engine("--max-model-len", text).max_model_len == number
@@ -164,13 +160,11 @@ def test_short_flags_and_sizes(flag: str) -> None:
             engine(f"--max-model-len={text}")
 
 
-def test_a_model_may_be_named_either_way() -> None:
+def test_a_model_may_be_named_either_way(tmp_path: Path) -> None:
     for words in (("DIR",), ("--model", "DIR")):
-        args = make_parser("serve").parse_args(["serve", *words])
-        assert read_settings(ServeSettings, args).values.model == "DIR"
-    args = make_parser("serve").parse_args(["serve", "A", "--model", "B"])
+        assert read_serve(tmp_path, "", {}, *words).values.model == "DIR"
     with pytest.raises(FieldError, match="MODEL: is given twice, with --model"):
-        read_settings(ServeSettings, args)
+        read_serve(tmp_path, "", {}, "A", "--model", "B")
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -196,11 +190,7 @@ def test_an_error_names_its_source(
 ) -> None:
     origin = {"variable": f"CBATCH_{name.upper()}", "file": name, "flag": flag_of(name)}[way]
     with pytest.raises(FieldError, match=problem) as caught:
-        if way == "variable":
-            args = make_parser("serve").parse_args(["serve"])
-            read_settings(ServeSettings, args, {origin: value})
-        else:
-            read(tmp_path, way, name, value)
+        read(tmp_path, way, name, value)
     assert caught.value.field.endswith(origin)
 
 
@@ -210,21 +200,18 @@ def test_names_that_are_unknown_or_given_twice(tmp_path: Path) -> None:
             accept({"tp": 1, "tensor_parallel_size": 2})
     with pytest.raises(FieldError, match="^max_num_seq: is not known; did you mean max_num_seqs"):
         LLM("/nowhere", max_num_seq=2)
-    (tmp_path / "bad.toml").write_text("max_num_seqs = ")
-    with pytest.raises(FieldError, match="bad.toml: cannot be read"):
-        args = make_parser("serve").parse_args(["serve"])
-        read_settings(ServeSettings, args, {}, tmp_path / "bad.toml")
+    with pytest.raises(FieldError, match="serve.toml: cannot be read"):
+        read_serve(tmp_path, "max_num_seqs = ")
     stranger = settings_of(ServeSettings, {}, "args").named(FieldError("config.json", "x", "y"))
     assert stranger.field == "config.json"
 
 
-def test_unknown_variables_are_reported_except_those_of_kubernetes() -> None:
+def test_unknown_variables_are_reported_except_those_of_kubernetes(tmp_path: Path) -> None:
     cluster = {"CBATCH_SERVICE_HOST": "10.0.0.1", "CBATCH_PORT_80_TCP_ADDR": "10.0.0.1"}
     cluster["CBATCH_PORT"] = "tcp://10.0.0.1:80"
     variables = cluster | {"CBATCH_MAX_SLOT": "3", "CBATCH_CONFIG": "x", "CBATCH_KERNELS": "avx2"}
     assert unknown_variables(variables, ServeSettings) == ["CBATCH_MAX_SLOT"]
-    args = make_parser("serve").parse_args(["serve"])
-    assert read_settings(ServeSettings, args, cluster).values.port == 8000
+    assert read_serve(tmp_path, "", cluster).values.port == 8000
 
 
 INFINITE = ("inf", "-inf", "nan", "1e300", "9" * 40)

@@ -45,7 +45,9 @@ _PERIOD_TOKENS = 16  # period of the repeated text for lookups
 _EQUAL_STEPS = 5
 _SETTLING_S = 0.01
 _MAX_ROUNDS = 15  # after the warm-up round
-_BUDGET_S = 3.0  # default time for all measurements
+# Seconds for all measurements (default: 3), and the folder that caches their results. Tests set
+# both, since costs that are measured while other tests run are not for a user's engines.
+_SECONDS, _FOLDER = "CBATCH_PROFILE_SECONDS", "CBATCH_COSTS"
 _logger = logging.getLogger("cbatch")
 
 
@@ -125,10 +127,12 @@ def max_drafts(config: SchedulerConfig) -> int:
 
 
 def profile_costs(
-    executor: Executor, config: SchedulerConfig, *, budget_s: float = _BUDGET_S
+    executor: Executor, config: SchedulerConfig, *, budget_s: float | None = None
 ) -> CostProfile:
     """Return prices measured in about `budget_s` seconds, with at least one step of each shape.
     Resets the executor. Without a drafter (`config.default_chain`) prices of drafting are 0."""
+    if budget_s is None:
+        budget_s = float(os.environ.get(_SECONDS, 3.0))
     samples = _StepRunner(executor, config).measure(shapes_for(config), budget_s)
     executor.reset()
     return fit_profile(samples, at_startup=True)
@@ -139,7 +143,8 @@ def cached_profile(
 ) -> CostProfile:
     """Return the profile cached for `key` (all that prices depend on), or measure and cache one. A
     file that cannot be read or written is logged, and is no error."""
-    folder = folder or cache_folder("costs")
+    if folder is None:
+        folder = Path(os.environ[_FOLDER]) if _FOLDER in os.environ else cache_folder("costs")
     if folder is None:
         _logger.warning("no cache folder (set HOME or XDG_CACHE_HOME): measuring step costs")
         return measure()
