@@ -7,6 +7,7 @@ Nested structs add their settings to the same namespace. Errors name the flag, v
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -138,6 +139,7 @@ def _from_text(kind: Any, value: Any) -> Any:
     return kind(value)
 
 
+@functools.cache
 def fields_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
     """Return the settings of a struct and its nested structs, by name, in order of declaration."""
     settings: dict[str, Setting] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,13 +49,16 @@ class Run:
         return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
 
 
+_parser = functools.cache(make_parser)
+
+
 def read_serve(
     folder: Path, text: str = "", variables: dict[str, str] | None = None, *flags: str
 ) -> Settings[ServeSettings]:
     """Read settings of `cbatch serve` from the text of a file, variables and flags."""
     file = folder / "serve.toml"
     file.write_text(text)
-    args = make_parser("serve").parse_args(["serve", *flags])
+    args = _parser("serve").parse_args(["serve", *flags])
     return read_settings(ServeSettings, args, variables, file)
 
 

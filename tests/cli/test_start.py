@@ -156,15 +156,6 @@ def test_a_server_that_is_refused_leaves_no_process(
         os.kill(pid, 0)
 
 
-def test_the_server_imports_nothing_that_only_the_engine_needs() -> None:
-    modules = (
-        "cbatch.cli.serve, cbatch.cli.model_service, cbatch.server.http.app, cbatch.process.spawn"
-    )
-    code = f"import sys, {modules}; print({{'torch', 'transformers', 'sympy'}} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
-
-
 # ---- signals -------------------------------------------------------------------------------------
 
 
