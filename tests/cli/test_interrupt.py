@@ -48,7 +48,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.split(b"\n")[:-1]]
 
 
-@pytest.mark.parametrize("stop_with", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("stop_with", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_is_resumed(
     stop_with: signal.Signals, cbatch: Callable[..., Run], tmp_path: Path
 ) -> None:
