@@ -155,25 +155,6 @@ def test_a_prompt_of_a_wrong_type_ends_with_an_error(llm: LLM) -> None:
     assert lone.error is not None and "bytes" in lone.error
 
 
-def test_greedy_tokens_do_not_depend_on_how_the_engine_runs(pair: tuple[Path, Path]) -> None:
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    reference: list[tuple[int, ...]] | None = None
-    for options in (
-        {"draft": False},
-        {"lookahead": "fixed:3"},
-        {"lookahead": "ema", "overlap": 1, "max_num_seqs": 3},
-        {"num_blocks": 9, "lookahead": "fixed:2"},
-    ):
-        llm = make(pair, **options)
-        tokens = [c.token_ids for c in llm.generate(PROMPTS, params)]
-        reference = reference or tokens
-        assert tokens == reference, options
-        speculated = llm.engine.stats.speculation.drafted_tokens > 0
-        assert speculated == options.get("draft", True)
-        if "num_blocks" in options:
-            assert llm.engine.scheduler.stats.preemptions > 0, "nothing was preempted"
-
-
 def test_the_engines_description_is_logged(
     pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,13 +184,6 @@ def test_a_share_of_the_memory_is_for_weights_and_kv(
         assert 0 <= share * 2**20 - info.weight_bytes - info.kv_cache_memory_bytes < block_bytes
     with pytest.raises(FieldError, match="gpu_memory_utilization: weights and .* more than 0.0001"):
         make(pair, gpu_memory_utilization=0.0001)
-
-
-def test_without_a_tokenizer(pair: tuple[Path, Path]) -> None:
-    llm = make(pair, tokenizer="none")
-    (text, ids) = llm.generate(["abc", [1, 2, 3]], SamplingParams(max_tokens=3))
-    assert text.error is not None and "there is no tokenizer" in text.error
-    assert ids.token_ids and ids.text == ""
 
 
 def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from cbatch.cli import get
 from cbatch.cli.get import get_model
-from cbatch.core.request.errors import FieldError
 from cbatch.engine.packaged import PACKAGED, PackagedModel, packaged_path
 from cbatch.engine.progress import ProgressBar
 from tests.cli.conftest import Run
@@ -125,24 +124,6 @@ def test_what_goes_wrong_is_one_line_and_leaves_nothing(
     assert run.status == 2 and run.out == "" and re.match(f"cbatch: {message}", said), said
     path = packaged_path("joined")
     assert path is not None and not [*path.parent.iterdir()]
-
-
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        ("python: No module named pip", "run python -m ensurepip"),
-        ("OSError: [Errno 28] No space left on device", "make room, or set XDG_CACHE_HOME"),
-        ("", "check the network"),
-    ],
-)
-def test_what_pip_says_decides_the_remedy(
-    wheels: Path, monkeypatch: pytest.MonkeyPatch, said: str, remedy: str
-) -> None:
-    code = f"import sys; print({said!r}); sys.exit(1)"
-    monkeypatch.setattr(get, "PIP", (sys.executable, "-c", code))
-    with pytest.raises(FieldError, match="pip cannot get") as refused:
-        get_model("single")
-    assert refused.value.remedy.startswith(remedy)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import cbatch as package
-from cbatch.cli.main import COMMANDS, GROUP, main
+from cbatch.cli.main import BROKEN_PIPE, COMMANDS, GROUP, main
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]
@@ -46,7 +47,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("sim", "capacity", "t.csv", "--slos", "ttft=1"), "cbatch sim capacity", "--slo"),
         (("trace", "shwo", "t.csv"), "cbatch trace", "show"),
         (("trace", "show", "t.csv", "--plott", "p"), "cbatch trace show", "--plot"),
-        (("generate", "x", "--verification", "blok"), "cbatch generate", "block"),
+        (("generate", "x", "--verification", "couple"), "cbatch generate", "coupled"),
     ],
 )
 def test_errors_suggest_the_option_and_show_the_commands_usage(
@@ -124,7 +125,7 @@ def test_tables_and_json(
     assert refused.status == 2 and refused.err.startswith("cbatch: --json: "), refused.err
 
 
-# --- commands of other packages -------------------------------------------------------------------
+# --- commands of other packages ------------------------------------------------------------------
 
 
 def test_the_commands_of_other_packages_are_entry_points() -> None:
@@ -163,3 +164,106 @@ def test_a_missing_dependency_is_not_reported_as_a_stale_installation(
     monkeypatch.delitem(sys.modules, "sim.cli.replay_command", raising=False)
     with pytest.raises(ModuleNotFoundError, match="sim.cli.simulation"):
         main(["sim", "--help"])
+
+
+# --- output whose reader leaves early ------------------------------------------------------------
+
+
+CBATCH = "import sys; from cbatch.cli import main; sys.exit(main.main(sys.argv[1:]))"
+
+
+def run_unread(code: str, *command: str) -> tuple[int, str]:
+    """Return the exit status and stderr if the reader leaves before the first byte."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.stderr.close()
+    return process.wait(timeout=60), errors
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sim", "TRACE", "--gpu", "H100"),  # a table by rich, then a line
+        ("trace", "convert", "TRACE", "OUT"),  # a single line, at the very end
+    ],
+)
+def test_commands_print_no_traceback_after_a_broken_pipe(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE, encoding="utf-8")
+    paths = {"TRACE": str(trace), "OUT": str(tmp_path / "out.jsonl")}
+    words = [paths.get(word, word) for word in command]
+    assert run_unread(CBATCH, *words) == (BROKEN_PIPE, "")
+
+
+# --- bad traces ----------------------------------------------------------------------------------
+
+
+HEAD = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+GOOD = HEAD + "0.5,20,3\n0.75,30,4\n"
+READERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "show": (("trace", "show"), ()),
+    "sim": (("sim",), CONSTANT),
+    "fleet": (("sim",), (*CONSTANT, "--replicas", 2)),
+    "sweep": (("sim",), (*CONSTANT, "--sweep", "max-num-seqs=1,2", "--processes", 1)),
+    "capacity": (("sim", "capacity"), (*CONSTANT, "--slo", "ttft=1")),
+}
+BAD: dict[str, tuple[str | bytes | None, str]] = {
+    # name: (text, place and problem)
+    "absent": (None, ": file: cannot be read"),
+    "empty": ("", ": file: is empty"),
+    "a header alone": (HEAD, ": file: has no requests"),
+    "unknown columns": ("when,what\n1,2\n", ", line 1: columns: 'when, what' match no"),
+    "one unknown column": (
+        GOOD.replace("\n", ",colour\n", 1),
+        ", line 1: colour: is an unknown column",
+    ),
+    "a column short": (GOOD + "1,2\n", ", line 4: columns: 2 cells under 3 names"),
+    "unsorted": (GOOD + "0.6,1,1\n", ", line 4: arrival: is 0.15 s before the row above"),
+    "a negative stamp": (GOOD + "-1,1,1\n", ", line 4: arrived_at: -1.0 is negative"),
+    "no prompt": (GOOD + "1,0,1\n", ", line 4: prompt: has 0 tokens"),
+    "no output": (GOOD + "1,1,0\n", ", line 4: output: has 0 tokens"),
+    "a negative length": (GOOD + "1,-5,1\n", ", line 4: num_prefill_tokens: -5 is negative"),
+    "NaN for a stamp": (GOOD + "nan,1,1\n", ", line 4: arrived_at: 'nan' is not a finite number"),
+    "NaN for a length": (GOOD + "1,1,nan\n", ", line 4: num_decode_tokens: 'nan' is not a finite"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", BAD)
+def test_errors_about_bad_traces_name_the_place(
+    cbatch: Command, tmp_path: Path, name: str, reader: str
+) -> None:
+    text, words = BAD[name]
+    path = tmp_path / "trace.csv"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    command, options = READERS[reader]
+    run = cbatch(*command, path, *options)
+    assert run.status == 2 and str(path) in run.err and words in run.err, run.err
+    assert not run.lines, "and no report"
+
+
+@pytest.mark.parametrize("reader", ["sim", "fleet", "sweep", "capacity"])
+def test_requests_larger_than_the_pool_are_reported(
+    cbatch: Command, tmp_path: Path, reader: str
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(GOOD + "1,480,3\n1.5,20,3\n")
+    command, options = READERS[reader]
+    small = (*options, "--num-blocks", 20)
+    run = cbatch(*command, path, *small)
+    assert run.status == 0, run.err
+    if reader != "capacity":
+        assert "refused" in run.out
+    if reader in ("sim", "fleet"):
+        assert "(the whole KV pool). However, your prompt resulted in 480 tokens" in run.out
+        assert (run.lines[-1]["requests"], run.lines[-1]["refused"]) == (3, 1)
