@@ -174,18 +174,6 @@ def test_memory_for_kv_sets_the_number_of_blocks(pair: tuple[Path, Path]) -> Non
         make(pair, kv_cache_memory_bytes=10)
 
 
-def test_a_share_of_the_memory_is_for_weights_and_kv(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cbatch.runtime.cpu.loaded.memory_bytes", lambda: 2**20)
-    for share in (0.25, 0.3):
-        info = make(pair, gpu_memory_utilization=share).info
-        block_bytes = info.kv_cache_memory_bytes // info.num_blocks
-        assert 0 <= share * 2**20 - info.weight_bytes - info.kv_cache_memory_bytes < block_bytes
-    with pytest.raises(FieldError, match="gpu_memory_utilization: weights and .* more than 0.0001"):
-        make(pair, gpu_memory_utilization=0.0001)
-
-
 def test_bad_options_are_named(pair: tuple[Path, Path]) -> None:
     for options, field in (
         ({"lookahead": "often"}, "lookahead"),

@@ -112,14 +112,6 @@ def test_a_bad_line_is_named_and_changes_nothing(chat: Chat, line: str, message:
     assert run.out == f"{first}\n{second}\n"
 
 
-def test_help_exit_and_a_message_that_begins_with_a_slash(chat: Chat) -> None:
-    run = chat("/help", " /exit", "/exit", "never")
-    assert run.out == expected(user("/exit")) + "\n"
-    assert re.findall(r"^/\w+", run.err, re.MULTILINE) == [
-        *("/set", "/system", "/save", "/clear", "/help", "/exit")
-    ]
-
-
 def test_a_saved_conversation_is_continued_elsewhere(chat: Chat, tmp_path: Path) -> None:
     lines, whole = tmp_path / "chat.jsonl", tmp_path / "chat.json"
     run = chat(

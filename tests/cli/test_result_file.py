@@ -150,19 +150,6 @@ def test_a_file_that_another_run_has_replaced_is_not_written(
     assert indices(path) == [0]
 
 
-def truncated(path: Path) -> None:
-    os.truncate(path, 40)
-
-
-def appended(path: Path) -> None:
-    with path.open("a") as file:
-        file.write("a note\n")
-
-
-def removed(path: Path) -> None:
-    path.unlink()
-
-
 def replaced(path: Path) -> None:
     """Replace a file by a file of the same size, like an editor."""
     other = path.with_name("other")
@@ -170,7 +157,7 @@ def replaced(path: Path) -> None:
     other.replace(path)
 
 
-@pytest.mark.parametrize("change", [truncated, appended, removed, replaced])
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 40), Path.unlink, replaced])
 def test_a_file_that_another_program_changes_is_not_written_further(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
