@@ -198,15 +198,11 @@ def members(name: str) -> frozenset[str]:
     """Return the members of a class, inherited ones too."""
     if name not in all_classes():
         return frozenset()
-    node, names = all_classes()[name], set[str]()
-    for part in node.body:
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(part.name)
-        elif isinstance(part, ast.Assign | ast.AnnAssign):
-            names |= {at.id for at in ast.walk(part) if isinstance(at, ast.Name)}
-    for part in ast.walk(node):
-        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
-            names.add(part.attr)  # of `self`
+    node = all_classes()[name]
+    stored = [part for part in ast.walk(node) if isinstance(getattr(part, "ctx", None), ast.Store)]
+    names = {getattr(part, "id", None) or getattr(part, "attr", "") for part in stored}
+    names |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    names |= {part.name for part in node.body if isinstance(part, ast.AsyncFunctionDef)}
     bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
     return frozenset(names).union(*map(members, bases))
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -50,15 +49,6 @@ def test_the_demo_without_a_terminal(
     assert first < run.out.index("Summary"), "the summary comes first"
     assert run.out.rstrip().splitlines()[-1].startswith('{"results"')
     assert engines[0].scheduler.stats.steps > 10
-
-
-def test_without_smollm2_the_demo_prints_how_to_get_it(
-    cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run = cbatch("demo", "--prompts", 1, "--max-tokens", 4)
-    assert run.status == 0 and len(run.lines[0]["results"]) == 5
-    assert "smollm2 is not on this machine; run cbatch get smollm2" in run.out
 
 
 def test_a_chat_continues_with_the_earlier_turns(

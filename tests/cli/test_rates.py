@@ -87,18 +87,6 @@ def test_arrivals_have_one_grammar_with_a_rate_and_without(
     assert times_s == [request.arrival_s for request in made]
 
 
-def test_a_rate_that_is_missing_or_given_twice_is_rejected(cbatch: Command, tmp_path: Path) -> None:
-    fixed = (tmp_path / "out.jsonl", "--prompt", 9, "--output", 2, "--requests", 20)
-    for more, words in (
-        ((), "--rate: is missing"),
-        (("--arrivals", "poisson"), "--arrivals: 'poisson' is not known; write one of"),
-        (("--rate", 5, "--arrivals", "poisson:5"), "--arrivals: 'poisson:5' is not known"),
-        (("--rate", -5), "--arrivals: 'poisson': rate_per_s -5.0 is not allowed"),
-    ):
-        run = cbatch("trace", "generate", *fixed, *more)
-        assert run.status == 2 and words in run.err, run.err
-
-
 # -- rates
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench.peers.gguf_writer import BF16, Q8_0, convert, gguf_bytes
+from bench.peers.gguf_writer import Q8_0, convert, gguf_bytes
 from cbatch import LLM, FinishReason, SamplingParams
 from cbatch.core.request.errors import FieldError
-from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine.model_files import (
     chat_template_of,
     find_model,
@@ -39,22 +37,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
     path.write_bytes(gguf_bytes(values | BYTE_LEVEL | more, tensors))
     return path
-
-
-def test_a_gguf_target_with_a_draft_of_another_type(tmp_path: Path) -> None:
-    """A GGUF file with the demo pair's weights gives the same tokens, also with a draft of eight
-    bits."""
-    paths = [tmp_path / "target.gguf", tmp_path / "draft.gguf"]
-    for model, path, kind in zip(demo_paths(), paths, (BF16, Q8_0), strict=True):
-        path.write_bytes(gguf_bytes(*convert(model, kind)))
-    tokenizer = tokenizer_of(demo_paths()[0])
-    prompts = [tokenizer.encode(prompt) for prompt in demo_prompts()[:3]]
-    options: dict[str, Any] = {"lookahead": "fixed:3", "max_num_seqs": 4, "tokenizer": "none"}
-    params = SamplingParams(max_tokens=24, temperature=0)
-    expected = LLM(demo_paths()[0], **options).generate(prompts, params)
-    got = LLM(*paths, **options).generate(prompts, params)
-    assert [each.token_ids for each in got] == [each.token_ids for each in expected]
-    assert sum(each.speculation.accepted_tokens for each in got) > 10
 
 
 def test_text_in_and_out(tiny: Path) -> None:
