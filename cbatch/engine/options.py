@@ -194,6 +194,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             remedy = f"name one or more of {', '.join(DRAFTERS)}, each once"
             raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
 
+    def shared_with(self, kind: Any) -> dict[str, Any]:
+        """Return the options that are also fields of `kind`, a struct or named tuple, by name."""
+        names = getattr(kind, "__struct_fields__", None) or kind._fields
+        return {name: getattr(self, name) for name in names if name in self.__struct_fields__}
+
     def _limit_drafts(self) -> None:
         """Move `num_speculative_tokens` into `lookahead`, as its k."""
         lookahead, k = parse_lookahead(self.lookahead), self.num_speculative_tokens
