@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cbatch.llm import LLM
     from cbatch.text.outputs import Choice, Completion, Output, Speculation, TokenLogprob
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "Choice",

@@ -6,42 +6,24 @@ Tests of interpreted kernels need processes of their own, in which TRITON_INTERP
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from cbatch.system.cache import cache_folder
-
-# Nothing that would be collected is garbage: a collection traverses half a million objects each
-# time.
-gc.disable()
-
-CACHE = "cbatch-tests-"
 
 # Each worker of pytest-xdist has one processor. A pytest that a test starts is not a worker.
 if os.environ.pop("PYTEST_XDIST_WORKER", None) is not None:
     os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# Step costs measured while other tests run are not for the user's engines. Compiled kernels are
-# keyed by their source, and models have one content, so test runs share those of the user. A
-# process that a test starts shares the cache of its parent.
-if not Path(os.environ.get("XDG_CACHE_HOME", "")).name.startswith(CACHE):
-    users = {name: cache_folder(name) for name in ("compiled", "models")}
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=CACHE)
-    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-    for name, folder in users.items():
-        shared = cache_folder(name)
-        if folder is not None and shared is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            shared.parent.mkdir(parents=True, exist_ok=True)
-            shared.symlink_to(folder)
+# Engines measure each step once before they serve, not for three seconds. Step costs that are
+# measured while other tests run are not for the user's engines.
+os.environ.setdefault("CBATCH_PROFILE_SECONDS", "0")
+if "CBATCH_COSTS" not in os.environ:
+    os.environ["CBATCH_COSTS"] = tempfile.mkdtemp(prefix="cbatch-costs-")
+    atexit.register(shutil.rmtree, os.environ["CBATCH_COSTS"], ignore_errors=True)
 # Threads that wait by spinning make the suite several times slower where the cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -65,16 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without `--device cuda` the suite is that of the CPU, on a machine with a GPU, too."""
     if config.getoption("device") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def short_profiles() -> Iterator[None]:
-    """Let engines measure their steps once each before they serve, not for three seconds."""
-    from cbatch.engine.prices.startup import profile_costs
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(profile_costs.__kwdefaults__, "budget_s", 0.0)
-        yield
 
 
 # A worker of pytest-xdist takes the next file: long files come first, to end with the others.
@@ -105,8 +77,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     counts = Counter(str(each.longrepr[2]).removeprefix("Skipped: ") for each in skipped)
     for reason, count in counts.most_common():
         terminalreporter.write_line(f"skipped {count}: {reason}")
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()

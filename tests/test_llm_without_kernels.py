@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from cbatch import LLM, SamplingParams
 from cbatch.runtime.compiled import build
-from cbatch.runtime.compiled.compiler import Compiler
 from tests.gguf_files import Q8_0
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.marks import needs_compiler, without_compilers
@@ -34,29 +32,14 @@ def serves(model: Path, caplog: pytest.LogCaptureFixture, expected: str, compute
     assert re.search(computes, llm.info.batch_invariance)
 
 
-@pytest.mark.parametrize("stored", ["blocks", "floats"])
 def test_without_a_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stored: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     build_model(tmp_path, "llama")
-    model = as_gguf(tmp_path, Q8_0) if stored == "blocks" else tmp_path
+    model = as_gguf(tmp_path, Q8_0)
     without_compilers(monkeypatch)
     expected = "kernels are not available, torch computes products: no C compiler; install .*"
     serves(model, caplog, expected, "products: (packed|native)")
-
-
-@needs_compiler
-def test_with_a_compiler_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise subprocess.CalledProcessError(1, "cc", stderr=b"stdint.h: there is none\n")
-
-    build_model(tmp_path, "llama")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    monkeypatch.setattr(Compiler, "run", fails)
-    expected = "kernels are not available, torch computes products: Command .* there is none"
-    serves(as_gguf(tmp_path, Q8_0), caplog, expected, "products: (packed|native)")
 
 
 @needs_compiler

@@ -57,29 +57,35 @@ def test_data_files_ship_with_their_package(top: str) -> None:
     assert files - code - packed == set()
 
 
-@pytest.mark.parametrize(
-    ("module", "absent"),
-    [
-        ("cbatch", ("torch", "tokenizers", "numpy")),
-        (
-            "cbatch.core.scheduler.scheduler",
-            ("torch", "tokenizers", "cbatch.engine", "cbatch.text"),
-        ),
-        ("cbatch.text", ("torch", "cbatch.core.scheduler", "cbatch.engine")),
-        ("cbatch.grammars", ("torch", "llguidance", "cbatch.engine")),
-        ("cbatch.engine.core", ("torch", "cbatch.text", "cbatch.runtime")),
-        ("cbatch.engine.model_files", ("torch", "cbatch.runtime.cpu")),
-        ("cbatch.cli.main", ("torch", "litestar", "sim", "matplotlib")),
-        ("sim.replay.replay", ("torch", "cbatch.engine", "cbatch.text", "matplotlib", "rich")),
-        ("sim.workload.traces.reader", ("torch", "cbatch.engine", "cbatch.text", "matplotlib")),
-        ("cbatch.runtime.cpu.executor", ("sim", "cbatch.engine", "cbatch.text")),
-    ],
-)
-def test_rooms_import_only_what_they_may(module: str, absent: tuple[str, ...]) -> None:
-    code = f"import sys, {module}; print(*[m for m in {absent!r} if m in sys.modules])"
+HELP = """from cbatch.cli.main import main
+for words in (["--version"], ["--help"], ["serve", "--help"]):
+    try: main(words)
+    except SystemExit: pass"""
+SERVER = """import cbatch.server.http.app, cbatch.server.http.run
+from cbatch.cli.model_service import ModelParts
+from cbatch.cli.serve_settings import ServeSettings
+ModelParts(ServeSettings()).make_service()"""
+ABSENT = {
+    "import cbatch": "torch tokenizers numpy",
+    "import cbatch.core.scheduler.scheduler": "torch tokenizers cbatch.engine cbatch.text",
+    "import cbatch.text, cbatch.grammars": "torch llguidance cbatch.core.scheduler cbatch.engine",
+    "import cbatch.engine.core": "torch cbatch.text cbatch.runtime",
+    "import cbatch.engine.model_files": "torch cbatch.runtime.cpu",
+    "import sim.replay.replay, sim.workload.traces.reader": "torch cbatch.engine cbatch.text "
+    "matplotlib rich",
+    "import cbatch.runtime.cpu.executor": "sim cbatch.engine cbatch.text",
+    HELP: "torch rich litestar scipy sim bench importlib.metadata",
+    SERVER: "torch triton transformers llguidance sympy",
+}
+
+
+@pytest.mark.parametrize("code", ABSENT)
+def test_rooms_import_only_what_they_may(code: str) -> None:
+    """Imports of torch would double the time to start a server, or to print help."""
+    code += f"\nimport sys; print(*[m for m in {ABSENT[code].split()} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    assert done.stdout.endswith("\n") and done.stdout.splitlines()[-1] == "", done.stdout
 
 
 def test_the_core_reads_no_clock_and_draws_nothing() -> None:
@@ -89,13 +95,6 @@ def test_the_core_reads_no_clock_and_draws_nothing() -> None:
         banned = {"torch", "time", "datetime", "random", "secrets", "uuid"}
         assert not banned & {name.split(".")[0] for name in imports}, file.name
         assert "np.random" not in source, file.name
-
-
-def test_the_ranges_of_the_dependencies_are_the_stated_ones() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert "torch>=2.11,<2.14" in project["dependencies"]
-    assert "triton>=3.6,<3.8; platform_system == 'Linux'" in project["dependencies"]
-    assert project["requires-python"] == ">=3.11"
 
 
 def test_an_editable_install_puts_the_folder_on_the_path() -> None:

@@ -135,7 +135,7 @@ class ChatSession:
             raise FieldError(name, "has no value", f"write /set {name} VALUE")
         setting = _BY_ALIAS[given]
         raw = [value.strip()] if setting.repeats else value.strip()
-        converted = setting.convert(raw, name, given, strict=False)
+        converted = setting.convert(raw, name, strict=False)
         self.params = replace(self.params, **{setting.field: converted})
 
     def _save(self, file: str) -> None:

@@ -11,12 +11,10 @@ from cbatch.cli.summary import BatchRun, print_summary
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.engine.build import load_engine
-from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of, find_model
 from cbatch.engine.options import EngineOptions
 from cbatch.llm import Batch
 from cbatch.system.terminal import shown
-from cbatch.text import ChatTemplate
 
 NAME = "smollm2"  # name of the packaged model, for `find_model`
 QUESTIONS = (
@@ -28,8 +26,6 @@ QUESTIONS = (
 FOLLOW_UP = "Can you explain that to a child?"
 DEFAULT_DRAFTER = ("ngram",)  # needs no draft model, which SmolLM2 lacks
 FREQUENCY_PENALTY = 0.3  # without a penalty this small model repeats itself
-
-Messages = list[dict[str, str]]
 
 
 def chat(
@@ -55,11 +51,20 @@ def chat(
     template = chat_template_of(model)
     assert template is not None
     params = replace(params, frequency_penalty=FREQUENCY_PENALTY)
-    conversations: dict[str, Messages] = {each: [_message("user", each)] for each in QUESTIONS}
-    num_errors, elapsed_s = _answer(engine, template, conversations, params, console, pace_s)
-    for messages in conversations.values():
-        messages.append(_message("user", FOLLOW_UP))
-    more_errors, more_s = _answer(engine, template, conversations, params, console, pace_s)
+    conversations = {each: [{"role": "user", "content": each}] for each in QUESTIONS}
+    titles = {question: question for question in QUESTIONS}
+    num_errors, elapsed_s = 0, 0.0
+    for turn in range(2):
+        batch: Batch[str] = Batch(engine)
+        for question, messages in conversations.items():
+            if turn:
+                messages.append({"role": "user", "content": FOLLOW_UP})
+            batch.add(question, template.render(messages), params)
+        done, spent_s = watch(engine, batch, titles, console, len(titles), pace_s)
+        elapsed_s += spent_s
+        for question, completion in done.items():
+            num_errors += completion.error is not None
+            conversations[question].append({"role": "assistant", "content": completion.text})
     for question, messages in conversations.items():
         console.rule(question, align="left", style="dim")
         for message in messages[1:]:
@@ -73,35 +78,11 @@ def chat(
         stats=engine.stats,
         batch=min(options.max_num_seqs, len(conversations)),
         num_requests=2 * len(conversations),
-        num_errors=num_errors + more_errors,
-        elapsed_s=elapsed_s + more_s,
+        num_errors=num_errors,
+        elapsed_s=elapsed_s,
     )
     print_summary(run, console)
     stats = engine.scheduler.stats
     share = stats.prefix_hit_tokens / stats.prompt_tokens
     console.print(f"{share:.0%} of the prompt tokens were found in the prefix cache")
     return [run]
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _answer(
-    engine: Engine,
-    template: ChatTemplate,
-    conversations: dict[str, Messages],
-    params: SamplingParams,
-    console: Console,
-    pace_s: float,
-) -> tuple[int, float]:
-    """Append the model's answer to each conversation. Returns the number of errors, and the seconds
-    spent in steps."""
-    batch: Batch[str] = Batch(engine)
-    for question, messages in conversations.items():
-        batch.add(question, template.render(messages), params)
-    titles = {question: question for question in conversations}
-    done, elapsed_s = watch(engine, batch, titles, console, len(conversations), pace_s)
-    for question, completion in done.items():
-        conversations[question].append(_message("assistant", completion.text))
-    return sum(each.error is not None for each in done.values()), elapsed_s

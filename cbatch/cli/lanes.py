@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,30 +21,42 @@ from cbatch.text.outputs import Completion, Output, Speculation
 K_COLOURS = ("dim", "cyan", "cyan", "green", "green", "bright_green", "bright_green")
 
 
+@dataclass
 class _Lane:
-    """One sequence: its text so far, and k and accepted drafts of its last step."""
+    title: str
+    text: str = ""
+    k: int = 0  # of the last step, as `accepted`
+    accepted: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
+    done: bool = False
 
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.text = ""
-        self.k = 0
-        self.accepted = 0
-        self.speculation = Speculation()
-        self.done = False
+    def cells(self, text_width: int) -> tuple[Text, Text, Text, Text]:
+        share = self.speculation.acceptance
+        # One dot per draft token of the last step, filled if it was accepted.
+        dots = "●" * self.accepted + "○" * (self.k - self.accepted)
+        k = Text(f"{self.k} {dots}", style=K_COLOURS[min(self.k, len(K_COLOURS) - 1)])
+        tail = escaped(self.text.replace("\n", "⏎").replace("    ", "⇥"))[-text_width:]
+        style = "dim" if self.done else ""
+        return (
+            Text(self.title, style=style or "yellow"),
+            Text("done", style="dim") if self.done else k,
+            Text("-" if share is None else f"{share:.0%}", style=style),
+            Text(tail, style=style),
+        )
 
 
 class Lanes:
-    """Table of `num_lanes` sequences. A finished sequence keeps its lane until a new sequence
-    needs it. `titles` are keyed by request id."""
+    """Table of at most `num_lanes` sequences. A finished sequence keeps its lane until a new
+    sequence needs it. `titles` are keyed by request id."""
 
-    def __init__(self, num_lanes: int, titles: dict[str, str]) -> None:
-        self._titles = titles
-        self._lanes: list[_Lane | None] = [None] * num_lanes
-        self._lane_of: dict[str, _Lane] = {}
+    def __init__(self, num_lanes: int, titles: Mapping[str, str]) -> None:
+        self._titles, self._num_lanes = titles, num_lanes
+        self._lanes: dict[str, _Lane] = {}  # by request id
+        self._rows: list[str] = []  # request ids, in order of the table
 
     def update(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
-            lane = self._lane_of.get(output.request_id)
+            lane = self._lanes.get(output.request_id)
             if lane is None:
                 lane = self._enter(output.request_id)
             else:
@@ -53,12 +66,12 @@ class Lanes:
             lane.done = output.finished is not None
 
     def _enter(self, request_id: str) -> _Lane:
-        lane = _Lane(self._titles[request_id])
-        free = [i for i, old in enumerate(self._lanes) if old is None]
-        free = free or [i for i, old in enumerate(self._lanes) if old is not None and old.done]
-        self._lane_of[request_id] = lane
-        self._lanes[free[0] if free else 0] = lane
-        return lane
+        ended = [row for row, name in enumerate(self._rows) if self._lanes[name].done]
+        if ended and len(self._rows) == self._num_lanes:
+            self._rows[ended[0]] = request_id
+        else:
+            self._rows.append(request_id)
+        return self._lanes.setdefault(request_id, _Lane(self._titles[request_id]))
 
     def render(self, engine: Engine, elapsed_s: float, width: int) -> Group:
         table = Table(expand=True, box=None, padding=(0, 1), header_style="bold")
@@ -67,10 +80,8 @@ class Lanes:
         table.add_column("k", width=8, no_wrap=True)
         table.add_column("accepted", width=8, justify="right")
         table.add_column("text", ratio=1, no_wrap=True)
-        text_width = max(width - 48, 20)
-        for number, lane in enumerate(self._lanes):
-            if lane is not None:
-                table.add_row(str(number), *_cells(lane, text_width))
+        for number, name in enumerate(self._rows):
+            table.add_row(str(number), *self._lanes[name].cells(max(width - 48, 20)))
         stats = engine.stats
         mean = stats.speculation.mean_accepted_tokens
         words = [
@@ -96,10 +107,8 @@ def watch(
 
     Returns the completions by key, and the seconds spent in steps. A step that is drawn takes at
     least `pace_s` seconds. `titles` have the batch's keys."""
-    lanes = Lanes(
-        min(num_lanes, len(batch.waiting)),
-        {request_id: titles[key] for request_id, (key, *_) in batch.waiting.items()},
-    )
+    names = {request_id: titles[key] for request_id, (key, *_) in batch.waiting.items()}
+    lanes = Lanes(num_lanes, names)
     done: dict[str, Completion] = {}
     live = Live(console=console, refresh_per_second=20) if console.is_terminal else None
     elapsed_s = 0.0
@@ -115,18 +124,3 @@ def watch(
                 live.update(lanes.render(engine, elapsed_s, console.width))
                 time.sleep(max(pace_s - step_s, 0.0))
     return done, elapsed_s
-
-
-def _cells(lane: _Lane, text_width: int) -> tuple[Text, Text, Text, Text]:
-    share = lane.speculation.acceptance
-    # One dot per draft token of the last step, filled if it was accepted.
-    dots = "●" * lane.accepted + "○" * (lane.k - lane.accepted)
-    k = Text(f"{lane.k} {dots}", style=K_COLOURS[min(lane.k, len(K_COLOURS) - 1)])
-    tail = escaped(lane.text.replace("\n", "⏎").replace("    ", "⇥"))[-text_width:]
-    style = "dim" if lane.done else ""
-    return (
-        Text(lane.title, style=style or "yellow"),
-        Text("done", style="dim") if lane.done else k,
-        Text("-" if share is None else f"{share:.0%}", style=style),
-        Text(tail, style=style),
-    )

@@ -89,8 +89,6 @@ def build(args: Mapping[str, Any]) -> Any:
     """Return the Serve application for the `args` of a Serve config file. Raises `FieldError`."""
     settings = settings_of(ServeSettings, args, "args")
     require_fit(settings, REFUSED_IN_FILE)
-    for warning in settings.warnings:
-        _logger.warning(warning)
     return application(settings.values)
 
 

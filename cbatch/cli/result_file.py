@@ -14,7 +14,7 @@ from typing import IO, Any
 from cbatch.cli.jobs import Job
 from cbatch.core.request.errors import FieldError
 from cbatch.system.terminal import shown
-from cbatch.text.outputs import Choice, Completion, Speculation, TokenLogprob
+from cbatch.text.outputs import Choice, Completion, TokenLogprob
 
 
 class ResultStream:
@@ -209,38 +209,22 @@ def result_line(job: Job, completion: Completion) -> dict[str, Any]:
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
-    return {
+    speculation = choice.speculation
+    names = "steps", "drafted_tokens", "accepted_tokens", "mean_accepted_tokens"
+    line = {
         "index": choice.index,
         "text": choice.text,
         "token_ids": list(choice.token_ids),
         "finish_reason": choice.finish_reason.value,
         "error": choice.error,
-        "speculation": _speculation(choice.speculation),
-        **{
-            name: [_logprob(each) for each in logprobs]
-            for name, logprobs in (
-                ("logprobs", choice.logprobs),
-                ("prompt_logprobs", choice.prompt_logprobs),
-            )
-            if logprobs is not None
-        },
+        "speculation": {name: getattr(speculation, name) for name in names},
     }
+    for name in ("logprobs", "prompt_logprobs"):
+        if (logprobs := getattr(choice, name)) is not None:
+            line[name] = [None if each is None else _logprob(each) for each in logprobs]
+    return line
 
 
-def _logprob(logprob: TokenLogprob | None) -> dict[str, Any] | None:
-    if logprob is None:
-        return None
-    return {
-        "token_id": logprob.token_id,
-        "logprob": logprob.logprob,
-        "top": [{"token_id": i, "logprob": value} for i, value in logprob.top],
-    }
-
-
-def _speculation(speculation: Speculation) -> dict[str, Any]:
-    return {
-        "steps": speculation.steps,
-        "drafted_tokens": speculation.drafted_tokens,
-        "accepted_tokens": speculation.accepted_tokens,
-        "mean_accepted_tokens": speculation.mean_accepted_tokens,
-    }
+def _logprob(logprob: TokenLogprob) -> dict[str, Any]:
+    top = [{"token_id": i, "logprob": value} for i, value in logprob.top]
+    return {"token_id": logprob.token_id, "logprob": logprob.logprob, "top": top}

@@ -53,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
     file = args.config or os.environ.get(f"{PREFIX}CONFIG")
     settings = read_settings(ServeSettings, args, os.environ, None if file is None else Path(file))
     configure(settings.values.log_format)
-    for warning in settings.warnings:
-        _logger.warning(warning)
     for name in unknown_variables(os.environ, ServeSettings):
         _logger.warning("%s is not a setting of cbatch serve and is ignored", name)
     try:

@@ -2,17 +2,16 @@
 
 A setting is a flag, an environment variable and a key of a TOML file (`--max-num-seqs`,
 `CBATCH_MAX_NUM_SEQS`, `max_num_seqs`). Flags override the environment, which overrides the file.
-Nested structs add their settings to the same namespace. Errors use the name that the user gave."""
+Nested structs add their settings to the same namespace. Errors name the flag, variable or key."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
-import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -21,7 +20,7 @@ from msgspec import NODEFAULT, Meta
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.numbers import number_problem
-from cbatch.core.request.typed import OLD_NAMES, mark_of, names_of, types_of
+from cbatch.core.request.typed import mark_of, names_of, types_of
 from cbatch.engine.unsupported import UNSUPPORTED_OPTIONS, require_neutral_option
 
 PREFIX = "CBATCH_"
@@ -32,9 +31,13 @@ _FACTORS = {
     for base, suffixes in ((1000, "kmgt"), (1024, "KMGT"))
     for i, suffix in enumerate(suffixes)
 }
+# In cbatch/cli/serve.py, cbatch/runtime/compiled/builds.py and cbatch/engine/prices/startup.py.
+_READ_ELSEWHERE = ("config", "kernels", "costs", "profile_seconds")
+# Kubernetes sets these variables for a service named `cbatch`, and CBATCH_PORT to an address.
+_LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
+_LINK_ADDRESS = "tcp://"
 T = TypeVar("T", bound=msgspec.Struct)
-# By setting: its value, its origin (its name in errors), and the name under which it was given.
-Layer = dict[str, tuple[Any, str, str]]
+Layer = dict[str, tuple[Any, str]]  # by setting: its value, and its origin (its name in errors)
 
 
 class Setting:
@@ -47,12 +50,9 @@ class Setting:
         self.type = extra.get("type", info.type)
         self.help, self.group = meta.description or "", extra["group"]
         self.metavar, self.required = extra["metavar"], info.required
-        self._units: dict[str, int] = extra.get("units", {})
         self.default: Any = None if info.default is NODEFAULT else info.default  # as help shows it
         if self.default is None:
             self.default = extra.get("default")
-        elif self.name in self._units:
-            self.default /= self._units[self.name]
         self.plain = types_of(types_of(self.type)[0])[0]  # without `Annotated` and None
 
     @property
@@ -68,42 +68,38 @@ class Setting:
         return [str(each) for each in get_args(self.plain)]
 
     def add_to(self, group: argparse._ActionsContainer, default: Any = None) -> None:
-        """Add the flag or positional argument. Help hides aliases, and the `--no-` flag of a switch
-        that is off by default. `default` overrides the field's default. A hidden flag is not
-        added if another option has it."""
+        """Add the flag or positional argument. Help hides aliases, and the flag `--model` of a
+        positional MODEL. `default` overrides the field's default in the help."""
         default = self.default if default is None else default
         has_default = default is not None and default is not False and default != ()
         text = f"{self.help} (default: {default})" if has_default else self.help
         options: dict[str, Any] = {"help": text.replace("%", "%%") or None, "dest": self.name}
-        options["action"] = partial(_StoreSetting, self)
-        optional = not self.group and not self.required
-        flags = [self.flag]
         if self.plain is bool:
-            flags += [] if default is False else [flag_of(f"no_{self.name}")]
-            options["nargs"] = 0
+            options["action"] = argparse.BooleanOptionalAction
         elif get_origin(self.plain) is Literal:
             options["choices"] = self.choices
         else:
             options["metavar"] = self.metavar or self.name.rpartition("_")[2].upper()
+        if self.repeats:
+            options["action"] = "append"
+        hidden: tuple[str, ...] = self.names[1:]
         if self.group:
-            group.add_argument(*flags, **options)
+            group.add_argument(self.flag, **options)
         else:
-            positional = options | {"nargs": "?" if optional else None}
-            positional |= {"default": argparse.SUPPRESS}
-            group.add_argument(positional.pop("dest"), **positional)
-        hidden_names = self.names if optional else self.names[1:]
-        hidden = [flag_of(name) for name in hidden_names]
-        hidden += [f"-{name}" for name in hidden_names if len(name) == 2]
-        hidden = [flag for flag in hidden if flag not in (*flags, *group._option_string_actions)]
-        if hidden:
-            group.add_argument(*hidden, **options | {"help": argparse.SUPPRESS})
+            nargs = None if self.required else "?"
+            group.add_argument(self.name, nargs=nargs, help=options["help"], metavar=self.flag)
+            hidden = () if self.required else (self.name,)
+            options["dest"] = flag_of(self.name)
+        for name in hidden:
+            flags = [flag_of(name), *([f"-{name}"] if len(name) == 2 else [])]
+            with suppress(argparse.ArgumentError):  # another option of the command has the name
+                group.add_argument(*flags, **options | {"help": argparse.SUPPRESS})
 
-    def convert(self, value: Any, origin: str, name: str, *, strict: bool) -> Any:
-        """Convert a value that is given as `name` to the field's type and unit. With `strict` the
-        value has a TOML type; otherwise it is text. Raises `FieldError` naming `origin`."""
+    def convert(self, value: Any, origin: str, *, strict: bool) -> Any:
+        """Convert a value to the field's type. With `strict` the value has a TOML type; otherwise
+        it is text. Raises `FieldError` naming `origin`."""
         if self.plain is bool and not strict:
             value = {"on": True, "off": False}.get(value, value)
-        unit = self._units.get(name)
         try:
             if isinstance(value, str) and _is_struct(self.plain):
                 return msgspec.json.decode(value, type=self.plain)
@@ -114,8 +110,7 @@ class Setting:
             size = _SIZE.fullmatch(value) if isinstance(value, str) else None
             if size and self.plain is int:
                 value = int(float(size[1]) * _FACTORS[size[2]])
-            kind = self.type if unit is None else float
-            result = msgspec.convert(value, kind, strict=strict, dec_hook=_from_text)
+            result = msgspec.convert(value, self.type, strict=strict, dec_hook=_from_text)
         except (ValueError, OverflowError, msgspec.MsgspecError) as error:
             remedies: dict[Any, str] = {
                 dict: f"write {self.metavar}",
@@ -128,32 +123,7 @@ class Setting:
             raise FieldError(origin, f"{value!r} is not allowed", remedy) from error
         if type(result) in (int, float) and (problem := number_problem(result)):
             raise FieldError(origin, f"{result} is not allowed", problem)
-        if self.plain is bool and name.startswith("no_") and not self.name.startswith("no_"):
-            return not result
-        return result if unit is None else int(result * unit)
-
-
-class _StoreSetting(argparse.Action):
-    """Store (value, flag as typed, name) in the namespace, and warn of an old name."""
-
-    def __init__(self, setting: Setting, **options: Any) -> None:
-        super().__init__(**options)
-        self._setting = setting
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, name: str | None = None) -> None:
-        earlier = getattr(namespace, self.dest, None)
-        if earlier is not None and not self._setting.group and earlier[1] != name:
-            raise argparse.ArgumentError(self, "is given twice")
-        if self.nargs == 0:
-            values = True
-        elif self._setting.repeats:
-            values = [*(earlier[0] if earlier else ()), values]
-        flag = name or self._setting.flag
-        typed_name = name.lstrip("-").replace("-", "_") if name else self._setting.name
-        if typed_name.removeprefix("no_") in OLD_NAMES:
-            new = flag_of(("no_" if typed_name.startswith("no_") else "") + self._setting.name)
-            print(f"{parser.prog}: warning: {flag} is deprecated; use {new}", file=sys.stderr)
-        setattr(namespace, self.dest, (values, flag, typed_name))
+        return result
 
 
 def flag_of(name: str) -> str:
@@ -169,33 +139,27 @@ def _from_text(kind: Any, value: Any) -> Any:
     return kind(value)
 
 
+@functools.cache
 def fields_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
     """Return the settings of a struct and its nested structs, by name, in order of declaration."""
     settings: dict[str, Setting] = {}
     for info in msgspec.structs.fields(kind):
-        member = _part_or_settings(info)
-        settings |= fields_of(member) if isinstance(member, type) else {s.name: s for s in member}
+        if _is_struct(info.type):
+            settings |= fields_of(info.type)
+        elif (meta := mark_of(info)).extra:
+            setting = Setting(info, meta)
+            settings[setting.name] = setting
     return settings
-
-
-def _part_or_settings(info: msgspec.structs.FieldInfo) -> type[msgspec.Struct] | list[Setting]:
-    """Return the field's type if it is a nested struct, else a list of its setting, if any."""
-    if _is_struct(info.type):
-        part: type[msgspec.Struct] = info.type
-        return part
-    meta = mark_of(info)
-    return [Setting(info, meta)] if meta.extra else []
 
 
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
     """Build a struct from values of settings. Raises `FieldError` naming the struct's field."""
     fields: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
-        member = _part_or_settings(info)
-        if isinstance(member, type):
-            fields[info.name] = _build(member, values)
-        else:
-            fields |= {s.field: values[s.name] for s in member if s.name in values}
+        if _is_struct(info.type):
+            fields[info.name] = _build(info.type, values)
+        elif mark_of(info).extra and (name := names_of(info)[0]) in values:
+            fields[info.name] = values[name]
     return kind(**fields)
 
 
@@ -221,7 +185,7 @@ def add_flags(
 
 class Settings(Generic[T]):
     """The struct `values`, and the names of the settings that were `given`. Later `layers` override
-    earlier layers. `warnings` are about old names in files and variables."""
+    earlier layers."""
 
     def __init__(self, kind: type[T], layers: list[Layer]) -> None:
         merged: Layer = {}
@@ -230,18 +194,13 @@ class Settings(Generic[T]):
         self.given = frozenset(merged)
         fields = fields_of(kind).values()
         self._origins = {each.name: each.flag for each in fields}
-        self._origins |= {name: origin for name, (_, origin, _) in merged.items()}
-        self.warnings = [
-            f"{origin} is deprecated; use {name}"
-            for name, (_, origin, given_name) in merged.items()
-            if given_name.removeprefix("no_") in OLD_NAMES and not origin.startswith("-")
-        ]
+        self._origins |= {name: origin for name, (_, origin) in merged.items()}
         self._names = {known: each.name for each in fields for known in (each.field, each.name)}
         with self.naming():
-            self.values = _build(kind, {name: value for name, (value, *_) in merged.items()})
+            self.values = _build(kind, {name: value for name, (value, _) in merged.items()})
 
     def origin(self, name: str) -> str:
-        """Return a setting's name in messages: as the user gave it, otherwise its flag."""
+        """Return a setting's name in messages: its variable or key, otherwise its flag."""
         return self._origins[name]
 
     @contextmanager
@@ -268,15 +227,19 @@ def read_settings(
     file: Path | None = None,
     *,
     defaults: Mapping[str, Any] | None = None,
+    origins: Mapping[str, str] | None = None,
 ) -> Settings[T]:
     """Read flags, the `environment` and a TOML `file`, which override the `defaults` by field.
-    Raises `FieldError` naming the flag, the variable, or the file and its key."""
+    `origins` names settings of `args` that were not given as flags. Raises `FieldError` naming the
+    flag, the variable, or the file and its key."""
     fields = fields_of(kind)
     values = defaults or {}
-    with_default = [setting for setting in fields.values() if setting.field in values]
-    layers = [{s.name: (values[s.field], s.flag, s.name) for s in with_default}]
-    layers += [] if file is None else [_of_file(file, fields)]
-    layers += [_of_environment(environment or {}, fields), _of_flags(args, fields)]
+    layers: list[Layer] = [
+        {s.name: (values[s.field], s.flag) for s in fields.values() if s.field in values},
+        {} if file is None else _of_file(file, fields),
+        _of_environment(environment or {}, fields),
+        _of_flags(args, fields, origins or {}),
+    ]
     return Settings(kind, layers)
 
 
@@ -288,26 +251,24 @@ def settings_of(kind: type[T], values: Mapping[str, Any], where: str) -> Setting
 def unknown_variables(environment: Mapping[str, str], kind: type[msgspec.Struct]) -> list[str]:
     """Return environment variables with `PREFIX` that name no setting: probably misspelt."""
     names = [name for setting in fields_of(kind).values() for name in setting.names]
-    known = {
-        PREFIX + name.upper() for name in (*names, *UNSUPPORTED_OPTIONS, "config", *_READ_ELSEWHERE)
-    }
+    names += [*UNSUPPORTED_OPTIONS, *_READ_ELSEWHERE]
+    known = {f"{PREFIX}{name.upper()}" for name in names}
     unknown = [name for name in environment if name.startswith(PREFIX) and name not in known]
     return [name for name in unknown if not name.startswith(_LINKS)]
 
 
-_READ_ELSEWHERE = ("kernels",)  # CBATCH_KERNELS, in cbatch/runtime/compiled/builds.py
-# Kubernetes sets these variables for a service named `cbatch`, and CBATCH_PORT to an address.
-_LINKS = (f"{PREFIX}SERVICE_", f"{PREFIX}PORT_")
-_LINK_ADDRESS = "tcp://"
-
-
-def _of_flags(args: argparse.Namespace, fields: Mapping[str, Setting]) -> Layer:
-    layer = {}
+def _of_flags(
+    args: argparse.Namespace, fields: Mapping[str, Setting], origins: Mapping[str, str]
+) -> Layer:
+    layer: Layer = {}
     for name, field in fields.items():
-        if (stored := getattr(args, name, None)) is not None:
-            text, flag, typed_name = stored
-            value = field.convert(text, flag, typed_name, strict=False)
-            layer[name] = (value, flag, typed_name)
+        texts = [getattr(args, dest, None) for dest in (name, flag_of(name))]
+        given = [text for text in texts if text is not None]
+        if len(given) > 1:
+            raise FieldError(field.flag, f"is given twice, with {flag_of(name)}", "leave one out")
+        if given:
+            origin = origins.get(name, field.flag)
+            layer[name] = (field.convert(given[0], origin, strict=False), origin)
     return layer
 
 
@@ -317,16 +278,14 @@ def _of_environment(environment: Mapping[str, str], fields: Mapping[str, Setting
         if variable := environment.get(PREFIX + name.upper()):
             require_neutral_option(name, variable, PREFIX + name.upper(), fields)
     for name, field in fields.items():
-        given_name = next((n for n in field.names if PREFIX + n.upper() in environment), name)
-        variable = PREFIX + given_name.upper()
-        text = environment.get(variable)
-        if text is None or text.startswith(_LINK_ADDRESS):
-            continue
-        value: Any = text
-        if field.repeats:
-            value = [part.strip() for part in text.split(",") if part.strip()]
-        value = field.convert(value, variable, given_name, strict=False)
-        layer[name] = (value, variable, given_name)
+        for variable in (PREFIX + each.upper() for each in field.names):
+            text = environment.get(variable)
+            if text is None or text.startswith(_LINK_ADDRESS) or name in layer:
+                continue
+            value: Any = text
+            if field.repeats:
+                value = [part.strip() for part in text.split(",") if part.strip()]
+            layer[name] = (field.convert(value, variable, strict=False), variable)
     return layer
 
 
@@ -343,14 +302,13 @@ def _of_mapping(values: Mapping[str, Any], fields: Mapping[str, Setting], where:
     layer: Layer = {}
     settings = {alias: field for field in fields.values() for alias in field.names}
     for key, value in values.items():
-        origin, given_name = f"{where}: {key}", key.replace("-", "_")
-        setting = settings.get(given_name)
+        origin, name = f"{where}: {key}", key.replace("-", "_")
+        setting = settings.get(name)
         if setting is None:
-            require_neutral_option(given_name, value, origin, fields)
+            require_neutral_option(name, value, origin, fields)
         elif setting.name in layer:
-            problem = f"is given twice, with {layer[setting.name][2]}"
+            problem = f"is given twice, with {layer[setting.name][1]}"
             raise FieldError(origin, problem, "leave one out")
         else:
-            result = setting.convert(value, origin, given_name, strict=True)
-            layer[setting.name] = (result, origin, given_name)
+            layer[setting.name] = (setting.convert(value, origin, strict=True), origin)
     return layer

@@ -40,11 +40,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     code: str = "our own"  # the modelling code in use
     sampling_defaults: dict[str, float | int] = {}  # `SamplingParams` fields in the model's files
 
-    @property
-    def row_invariant(self) -> bool:
-        """Return `batch_invariant`, under its earlier name."""
-        return self.batch_invariant
-
     def lines(self) -> list[str]:
         """Return the description as lines of text for a log."""
         draft = f", draft {self.draft}" if self.draft else ""

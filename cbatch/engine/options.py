@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS, is_chain
-from cbatch.core.request.typed import OLD_NAMES, convert_fields, knob, names_of
-from cbatch.core.scheduler import knobs
+from cbatch.core.request.typed import convert_fields, knob, mark_of, names_of
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.core.speculation.config import MAX_DRAFTS, LookaheadConfig
@@ -28,7 +27,6 @@ NumDrafts = Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 ModelImpl = Literal["auto", "own", "transformers"]
 DraftMethod = Literal["draft_model", "eagle", "eagle3", "medusa"]
-_logger = logging.getLogger("cbatch")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,8 +70,24 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "modelling code; auto: own if it supports the model, else transformers (extra 'models')"
         ),
     ] = "auto"
-    tensor_parallel_size: Annotated[int, knobs.TENSOR_PARALLEL_SIZE] = 1
-    lookahead: Annotated[str | LookaheadConfig, knobs.LOOKAHEAD] = "adaptive"
+    tensor_parallel_size: Annotated[
+        int,
+        _engine(
+            "number of ranks (CPU processes) among which the model is sharded",
+            "N",
+            aliases=("tp",),
+            default=1,
+        ),
+    ] = 1
+    lookahead: Annotated[
+        str | LookaheadConfig,
+        _engine(
+            "off, adaptive, ema or fixed; ema:K drafts at most K tokens, fixed:K always K; "
+            "module:Class is a policy of your own",
+            "POLICY",
+            type=str,
+        ),
+    ] = "adaptive"
     num_speculative_tokens: Annotated[
         NumDrafts | None,
         _engine(
@@ -83,19 +97,35 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = None
     drafter: Annotated[tuple[str, ...] | None, _engine(_DRAFTER, "NAME")] = None
-    max_num_seqs: Annotated[int, knobs.MAX_NUM_SEQS] = 32
-    num_blocks: Annotated[int | None, knobs.NUM_BLOCKS] = None
-    kv_cache_memory_bytes: Annotated[
-        int | None, _engine("memory for the KV cache, as 4G", "BYTES", units={"kv_memory": 2**30})
+    max_num_seqs: Annotated[int, _engine("maximum number of sequences in a step", "N")] = 32
+    num_blocks: Annotated[
+        int | None,
+        _engine(
+            "number of KV blocks",
+            "N",
+            aliases=("num_gpu_blocks_override",),
+            default="as memory allows",
+        ),
     ] = None
-    gpu_memory_utilization: Annotated[Share | None, knobs.GPU_MEMORY_UTILIZATION] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None, _engine("memory for the KV cache, as 4G", "BYTES")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        Share | None, _engine("maximum share of a device's memory", "SHARE")
+    ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "fp8_e4m3"],
         _engine("dtype of keys and values; auto: the model's; fp8: on GPUs that support it"),
     ] = "auto"
-    block_size: Annotated[int | None, knobs.BLOCK_SIZE] = None
-    max_model_len: Annotated[int | None, knobs.MAX_MODEL_LEN] = None
-    max_num_batched_tokens: Annotated[int, knobs.MAX_NUM_BATCHED_TOKENS] = 1024
+    block_size: Annotated[
+        int | None, _engine("tokens per KV block", "TOKENS", default="64 on a GPU, else 16")
+    ] = None
+    max_model_len: Annotated[
+        int | None, _engine("maximum length of a sequence", "TOKENS", default="the model's")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int, _engine("maximum number of tokens in a step", "TOKENS")
+    ] = 1024
     prompt_share: Annotated[
         float | None,
         _engine(
@@ -104,7 +134,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "SHARE",
         ),
     ] = None
-    itl_target_s: Annotated[float | None, knobs.ITL_TARGET] = None
+    itl_target_s: Annotated[
+        float | None,
+        _engine(
+            "target for the gap between two tokens of a sequence while prompts are computed",
+            "SECONDS",
+            name="itl_target",
+        ),
+    ] = None
     min_itl_target_s: Annotated[
         float,
         _engine(
@@ -113,11 +150,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             name="min_itl_target",
         ),
     ] = 0.0
-    scheduling_policy: Annotated[QueuePolicy, knobs.SCHEDULING_POLICY] = "fcfs"
+    scheduling_policy: Annotated[
+        QueuePolicy, _engine("order in which requests get a slot", name="scheduling_policy")
+    ] = "fcfs"
     ageing_per_s: Annotated[
         float | None, _engine("gain in priority per second in the queue", "N", name="ageing")
     ] = None
-    enable_prefix_caching: Annotated[bool, knobs.ENABLE_PREFIX_CACHING] = True
+    enable_prefix_caching: Annotated[bool, _engine("share the KV of equal prompt prefixes")] = True
     overlap: Annotated[
         Literal[0, 1] | None,
         _engine("1: plan the next step while one runs (default: 1 on a GPU, else 0)"),
@@ -155,6 +194,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             remedy = f"name one or more of {', '.join(DRAFTERS)}, each once"
             raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
 
+    def shared_with(self, kind: Any) -> dict[str, Any]:
+        """Return the options that are also fields of `kind`, a struct or named tuple, by name."""
+        names = getattr(kind, "__struct_fields__", None) or kind._fields
+        return {name: getattr(self, name) for name in names if name in self.__struct_fields__}
+
     def _limit_drafts(self) -> None:
         """Move `num_speculative_tokens` into `lookahead`, as its k."""
         lookahead, k = parse_lookahead(self.lookahead), self.num_speculative_tokens
@@ -167,6 +211,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not has_k:
             msgspec.structs.force_setattr(self, "lookahead", f"{self.lookahead}:{k}")
         msgspec.structs.force_setattr(self, "num_speculative_tokens", None)
+
+
+def engine_knob(field: str) -> Meta:
+    """Return the mark of a field of `EngineOptions`, for a struct that has the same option."""
+    (info,) = (each for each in msgspec.structs.fields(EngineOptions) if each.name == field)
+    return mark_of(info)
 
 
 # The only supported values: ranks do not split the draft, and `ngram` looks up 2 to 4 tokens.
@@ -193,7 +243,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         _engine(
             "draft model, or an EAGLE or Medusa head of the model",
             "MODEL",
-            aliases=("draft_model", "speculative_model", "spec_model"),
+            aliases=("spec_model",),
         ),
     ] = None
     speculative_config: Annotated[
@@ -235,7 +285,6 @@ def settings_of_keywords(options: Mapping[str, Any]) -> EngineSettings:
     and unit of the field. Raises `FieldError` for an option that is unknown or not supported."""
     infos = [*msgspec.structs.fields(EngineSettings)[:-1], *msgspec.structs.fields(EngineOptions)]
     known = {name: info.name for info in infos for name in (info.name, *names_of(info))}
-    del known["kv_memory"]  # in GiB, for commands only
     fields: dict[str, Any] = {}
     for name, value in options.items():
         field = known.get(name)
@@ -244,8 +293,6 @@ def settings_of_keywords(options: Mapping[str, Any]) -> EngineSettings:
         elif field in fields:
             raise FieldError(name, f"{field} is given twice", "leave one out")
         else:
-            fields[field] = not value if name.startswith("no_") else value
-        if name in OLD_NAMES:
-            _logger.warning(f"{name} is deprecated; use {field}")
+            fields[field] = value
     draft = {name: fields.pop(name) for name in ("draft", "speculative_config") if name in fields}
     return EngineSettings(**draft, engine=EngineOptions(**fields))

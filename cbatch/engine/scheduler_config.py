@@ -50,28 +50,25 @@ def scheduler_config(
             f"{num_blocks} blocks cannot hold a sequence of {max_tokens} tokens",
             f"give {needed} blocks ({memory}) or more, or a smaller max_model_len",
         )
+    fields = options.shared_with(SchedulerConfig) | {
+        "num_blocks": num_blocks,
+        "block_size": largest.block_size,
+        "max_model_len": max_tokens,
+        "max_num_batched_tokens": largest.max_num_batched_tokens,
+        "prompt_share": 1.0 if options.prompt_share is None else options.prompt_share,
+        "lookahead": lookahead,
+    }
     return SchedulerConfig(
-        num_blocks=num_blocks,
-        block_size=largest.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=max_tokens,
-        max_num_batched_tokens=largest.max_num_batched_tokens,
+        **fields,
         vocab_size=target.config.vocab_size,
         eos_ids=eos_ids,
-        prompt_share=1.0 if options.prompt_share is None else options.prompt_share,
-        itl_target_s=options.itl_target_s,
-        min_itl_target_s=options.min_itl_target_s,
         queue_policy=options.scheduling_policy,
-        ageing_per_s=options.ageing_per_s,
-        enable_prefix_caching=options.enable_prefix_caching,
         kv_events=kv_events,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
         # Cost of a draft token relative to a target token, estimated from the sizes of the weights.
         catch_up_price=1.0
         if draft is None
         else min(weight_bytes(draft) / weight_bytes(target, models.num_ranks), 1.0),
-        drafter=None if options.drafter is None else tuple(options.drafter),
-        lookahead=lookahead,
     )
 
 

@@ -117,7 +117,7 @@ def require_neutral_option(name: str, value: Any, origin: str, known: Collection
     if option is None:
         problem = f"is not known{did_you_mean(name, known)}"
         raise FieldError(origin, problem, f"use {', '.join(sorted(known))}")
-    texts = {str(each).lower(): each for each in option.neutral}
+    texts = {str(each).lower(): each for each in option.neutral} | {"on": True, "off": False}
     value = texts.get(str(value).lower(), value)
     option.check(origin, value if positive == name else not value)
 

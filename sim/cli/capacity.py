@@ -51,7 +51,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     goodput_share: Annotated[float | None, SHARE_KNOB] = None
     rate_scales: Annotated[
         str,
-        _knob("range of factors on the trace's own rate", "LOWEST:HIGHEST", aliases=("rates",)),
+        _knob("range of factors on the trace's own rate", "LOWEST:HIGHEST"),
     ] = "1/64:64"
 
     @property

@@ -1,5 +1,5 @@
 """Options of one simulation, as an immutable struct that can be sent to another process. Each field
-is an option of the command line; engine options reuse the engine's knobs."""
+is an option of the command line; engine options are those of `EngineOptions`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.typed import knob
-from cbatch.core.scheduler import knobs
 from cbatch.core.scheduler.config import QueuePolicy
+from cbatch.engine.options import engine_knob
 from sim.cost.pool import RULES
 from sim.workload.arrivals import require_positive
 from sim.workload.options import RATE_SCALE_KNOB, SLO_KNOB, THINK_KNOB, Reading, warn
@@ -79,14 +79,13 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     model: Annotated[
         str | None, _cost("model shape, or a config.json", "NAME", default=MODEL_SHAPE)
     ] = None
-    tensor_parallel_size: Annotated[int | None, knobs.TENSOR_PARALLEL_SIZE] = None
+    tensor_parallel_size: Annotated[int | None, engine_knob("tensor_parallel_size")] = None
     draft_model: Annotated[
         str | None,
         _cost(
             "shape of the draft model, as in --model",
             "NAME",
             name="draft",
-            aliases=("draft_model",),
         ),
     ] = None
     cost: Annotated[
@@ -98,7 +97,7 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     step_seconds: Annotated[
         float | None, _cost("constant duration of a step, instead of a roofline", "S")
     ] = None
-    lookahead: Annotated[str, knobs.LOOKAHEAD] = "off"
+    lookahead: Annotated[str, engine_knob("lookahead")] = "off"
     acceptance: Annotated[
         str | None,
         _engine(
@@ -109,11 +108,11 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
             default=ACCEPTANCE,
         ),
     ] = None
-    max_num_seqs: Annotated[int | None, knobs.MAX_NUM_SEQS] = None
-    max_num_batched_tokens: Annotated[int | None, knobs.MAX_NUM_BATCHED_TOKENS] = None
-    itl_target_s: Annotated[float | None, knobs.ITL_TARGET] = None
-    block_size: Annotated[int | None, knobs.BLOCK_SIZE] = None
-    num_blocks: Annotated[int | None, knobs.NUM_BLOCKS] = None
+    max_num_seqs: Annotated[int | None, engine_knob("max_num_seqs")] = None
+    max_num_batched_tokens: Annotated[int | None, engine_knob("max_num_batched_tokens")] = None
+    itl_target_s: Annotated[float | None, engine_knob("itl_target_s")] = None
+    block_size: Annotated[int | None, engine_knob("block_size")] = None
+    num_blocks: Annotated[int | None, engine_knob("num_blocks")] = None
     pool: Annotated[
         str | None,
         _engine(
@@ -122,10 +121,10 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
             "RULES",
         ),
     ] = None
-    gpu_memory_utilization: Annotated[float | None, knobs.GPU_MEMORY_UTILIZATION] = None
-    max_model_len: Annotated[int | None, knobs.MAX_MODEL_LEN] = None
-    queue_policy: Annotated[QueuePolicy | None, knobs.SCHEDULING_POLICY] = None
-    enable_prefix_caching: Annotated[bool | None, knobs.ENABLE_PREFIX_CACHING] = None
+    gpu_memory_utilization: Annotated[float | None, engine_knob("gpu_memory_utilization")] = None
+    max_model_len: Annotated[int | None, engine_knob("max_model_len")] = None
+    queue_policy: Annotated[QueuePolicy | None, engine_knob("scheduling_policy")] = None
+    enable_prefix_caching: Annotated[bool | None, engine_knob("enable_prefix_caching")] = None
     replicas: Annotated[int, _fleet("number of identical engines", "N")] = 1
     router: Annotated[
         str | None,

@@ -85,17 +85,19 @@ def variants(args: argparse.Namespace, *, fixed: tuple[str, ...] = ()) -> list[V
         if name in sweeps:
             raise FieldError("--sweep", f"{given} is given twice", "give all its values at once")
         sweeps[name] = given, values
-        if (flag := getattr(args, name)) is not None:
-            raise FieldError(flag[1], "would be ignored: --sweep sets it", "leave it out")
+        if getattr(args, name) is not None:
+            raise FieldError(flag_of(name), "would be ignored: --sweep sets it", "leave it out")
     pairs = []
     for combination in itertools.product(*(values for _, values in sweeps.values())):
         values_by_name = dict(zip(sweeps, combination, strict=True))
         typed = {sweeps[name][0]: value for name, value in values_by_name.items()}
         changed = copy.copy(args)
         for name, value in values_by_name.items():
-            given = sweeps[name][0]
-            setattr(changed, name, (value, f"--sweep {given}={value}", given.replace("-", "_")))
-        settings = read_settings(Scenario, changed)
+            setattr(changed, name, value)
+        origins = {
+            name: f"--sweep {sweeps[name][0]}={value}" for name, value in values_by_name.items()
+        }
+        settings = read_settings(Scenario, changed, origins=origins)
         pairs.append((Variant(typed, settings.values), settings))
     with pairs[0][1].naming():
         refuse_ignored(*(variant.scenario for variant, _ in pairs))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cbatch.cli.main import main
+from cbatch.cli.main import main, make_parser
+from cbatch.cli.serve_settings import ServeSettings
+from cbatch.cli.settings import Settings, read_settings
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.options import EngineOptions
@@ -43,6 +47,19 @@ class Run:
     @property
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
+
+
+_parser = functools.cache(make_parser)
+
+
+def read_serve(
+    folder: Path, text: str = "", variables: dict[str, str] | None = None, *flags: str
+) -> Settings[ServeSettings]:
+    """Read settings of `cbatch serve` from the text of a file, variables and flags."""
+    file = folder / "serve.toml"
+    file.write_text(text)
+    args = _parser("serve").parse_args(["serve", *flags])
+    return read_settings(ServeSettings, args, variables, file)
 
 
 @pytest.fixture

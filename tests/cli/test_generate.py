@@ -1,7 +1,14 @@
+"""`cbatch generate`: prompts and their results; runs that are stopped and resumed."""
+
 from __future__ import annotations
 
 import json
+import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +16,9 @@ from typing import Any
 import pytest
 
 from cbatch import SamplingParams
-from cbatch.engine.engine import Engine
+from cbatch.cli.main import main
 from cbatch.llm import complete_all
+from cbatch.text.output_processor import seed_at
 from tests.cli.conftest import Run
 from tests.toy_engine import make_engine
 
@@ -83,61 +91,6 @@ def test_a_json_line_has_its_own_sampling(cbatch: Command, tmp_path: Path) -> No
     assert third["prompt"] == [5, 6, 7] and len(third["choices"][0]["token_ids"]) == 7
 
 
-def test_an_invalid_line_gets_an_error_and_others_continue(cbatch: Command, tmp_path: Path) -> None:
-    bad = {
-        '{"prompt": "x", "colour": 1}': "colour",
-        '{"prompt": "x", "temperature": NaN}': "temperature",
-        '{"prompt": "x", "temperature": -1}': "temperature",
-        '{"prompt": "x", "top_p": -1}': "top_p",
-        '{"prompt": "x", "max_tokens": 0}': "max_tokens",
-        '{"prompt": "x", "max_tokens": "9"}': "max_tokens",
-        '{"prompt": ""}': "prompt",
-        '{"prompt": [9999999]}': "prompt",
-        '{"prompt": [true]}': "prompt",
-        '{"max_tokens": 3}': "prompt",
-        '{"prompt": "%s"}' % ("ab" * 4000): "prompt",
-        "not json": "line",
-        "[1]": "line",
-    }
-    source = write_jsonl(tmp_path / "in.jsonl", {"prompt": PROMPT}, *bad, {"prompt": PROMPT})
-    output = tmp_path / "out.jsonl"
-    assert cbatch("generate", "--input", source, "--output", output).status == 0
-    lines = sorted(results(output), key=lambda r: r["index"])
-    assert len(lines) == len(bad) + 2
-    for line, field in zip(lines[1:-1], bad.values(), strict=True):
-        assert line["choices"] == [], line
-        assert f"{field}: " in line["error"], line
-    assert "line 2: colour: is not a known field" in lines[1]["error"]
-    for line in (lines[0], lines[-1]):
-        assert line["error"] is None and len(line["choices"][0]["token_ids"]) == 64
-
-
-@pytest.mark.parametrize("cut", [1, 30])
-def test_an_incomplete_last_line_is_written_again(
-    cbatch: Command, tmp_path: Path, cut: int
-) -> None:
-    """A run that was killed while it wrote ends this way."""
-    output = tmp_path / "out.jsonl"
-    command = ("generate", PROMPT, "class A", "--seed", 4, "--output", output)
-    cbatch(*command)
-    whole = output.read_bytes()
-    output.write_bytes(whole[:-cut])
-    run = cbatch(*command, "--resume")
-    assert run.status == 0 and "1 of 2 prompts are answered already" in run.out
-    assert output.read_bytes() == whole
-
-
-def test_resuming_a_finished_run_does_nothing(
-    cbatch: Command, engines: list[Engine], tmp_path: Path
-) -> None:
-    output = tmp_path / "out.jsonl"
-    cbatch("generate", PROMPT, "--output", output)
-    before = output.read_bytes()
-    assert cbatch("generate", PROMPT, "--output", output, "--resume").status == 0
-    assert output.read_bytes() == before
-    assert len(engines) == 1, "no model is loaded for nothing"
-
-
 def test_a_file_is_neither_overwritten_nor_continued_with_other_prompts(
     cbatch: Command, tmp_path: Path
 ) -> None:
@@ -162,12 +115,7 @@ def test_a_file_is_neither_overwritten_nor_continued_with_other_prompts(
         ((PROMPT, "--input", "x.txt"), "PROMPT"),
         (("--input", "/nowhere/x.jsonl"), "--input"),
         ((PROMPT, "--resume"), "--resume"),
-        ((PROMPT, "--temperature", "nan"), "--temperature"),
-        ((PROMPT, "--max-tokens", "0"), "--max-tokens"),
-        ((PROMPT, "--lookahead", "sometimes"), "--lookahead"),
         ((PROMPT, "--lookahead", "fixed:99"), "--lookahead"),
-        ((PROMPT, "--num-blocks", "0"), "--num-blocks"),
-        ((PROMPT, "--max-num-seqs", "many"), "--max-num-seqs"),
         ((PROMPT, "--draft", "x"), "--draft"),
     ],
 )
@@ -175,3 +123,299 @@ def test_bad_options_are_named(cbatch: Command, argv: tuple[str, ...], field: st
     run = cbatch("generate", *argv)
     assert run.status == 2
     assert run.err.startswith(f"cbatch: {field}: "), run.err
+
+
+# --- lines of the input --------------------------------------------------------------------------
+
+
+GOOD = b'{"prompt": "def f():", "max_tokens": 4}'
+HUGE = b"9" * 400
+
+
+def line_with(field: str, value: bytes) -> bytes:
+    return b'{"prompt": "a", "%s": %s}' % (field.encode(), value)
+
+
+BAD_LINES: dict[str, tuple[bytes, str]] = {
+    # name: (line, the error's words)
+    "half a pair in the prompt": (b'{"prompt": "\\ud800 x"}', "prompt: character 0 is half of a"),
+    "half a pair in the id": (
+        line_with("id", b'"a\\udc00"'),
+        "id: character 1 is half of a surrogate",
+    ),
+    "half a pair in a stop": (
+        line_with("stop", b'["b", "\\ud800"]'),
+        "stop[1]: character 0 is half of a",
+    ),
+    "half a pair in a grammar": (
+        line_with("structured_outputs", b'{"regex": "\\ud800"}'),
+        "structured_outputs: ",
+    ),
+    "half a pair as a schema's key": (
+        line_with("structured_outputs", b'{"json": {"\\ud800": 1}}'),
+        "structured_outputs: ",
+    ),
+    "half a pair in a name": (line_with("\\\\ud800", b"1"), "is not a known field"),
+    "a nest without an end": (b'{"prompt": ' + b"[" * 100_000, "line: is nested too deeply"),
+    "a nest": (b'{"prompt": %s}' % (b"[" * 900 + b"]" * 900), "prompt: [[[[["),
+    "a nest as a schema": (
+        line_with("structured_outputs", b'{"json": %s}' % (b'{"a":' * 900 + b"1" + b"}" * 900)),
+        "",
+    ),
+    "no UTF-8": (b'{"prompt": "\xff"}', "line: is not UTF-8 (invalid start byte at byte 12)"),
+    "NUL alone": (b"\0", "line: is not JSON"),
+    "two objects": (GOOD + GOOD, "line: is not JSON"),
+    "many digits": (line_with("seed", b"9" * 5000), "line: is not JSON"),
+    "a huge seed": (line_with("seed", HUGE), "seed: 999"),
+    "a huge length": (line_with("max_tokens", HUGE), "max_tokens: 999"),
+    "a length beyond int32": (line_with("max_tokens", b"2147483648"), "max_tokens: 2147483648"),
+    "a huge n": (line_with("n", b"1000000000"), "n: 1000000000 is not allowed"),
+    "a huge token id": (b'{"prompt": [%s]}' % HUGE, "prompt: "),
+    "a huge id of a bias": (line_with("logit_bias", b'{"%s": 1}' % HUGE), "logit_bias: "),
+    "infinity": (line_with("temperature", b"1e999"), "temperature: inf"),
+    "NaN": (line_with("top_p", b"NaN"), "top_p: nan"),
+    "another type": (line_with("stop", b"{}"), "stop: {} is not allowed"),
+    "a long unknown name": (line_with("a" * 100_000, b"1"), "aaaa"),
+    "a long prompt": (
+        b'{"prompt": "%s"}' % (b"ab" * 4_000_000),
+        "prompt resulted in at least",
+    ),
+    "a long value": (line_with("id", b"[%s]" % (b"1," * 10**6 + b"1")), "id: [1, 1, "),
+    "a long list": (
+        line_with("banned_token_ids", b"[%s]" % (b"1," * 10**5 + b"1")),
+        "has 100001 ids",
+    ),
+}
+
+
+def generate(cbatch: Command, folder: Path, content: bytes, *more: Any) -> list[dict[str, Any]]:
+    """Run the command, and return the results by index."""
+    (folder / "in.jsonl").write_bytes(content)
+    output = folder / "out.jsonl"
+    run = cbatch("generate", "--input", folder / "in.jsonl", "--output", output, *more)
+    assert run.status == 0, run.err
+    rows = [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]]
+    return sorted(rows, key=lambda row: row["index"])
+
+
+def test_only_bad_lines_end_with_an_error(cbatch: Command, tmp_path: Path) -> None:
+    """Good lines do not fail because of other lines, or when the run is resumed."""
+    lines = [GOOD, *(line for line, _ in BAD_LINES.values()), GOOD]
+    content = b"\r\n".join(lines)
+    rows = generate(cbatch, tmp_path, content)
+    for row in (rows[0], rows[-1]):
+        assert row["error"] is None and len(row["choices"][0]["token_ids"]) == 4
+    for number, (bad, (name, (_, words))) in enumerate(
+        zip(rows[1:-1], BAD_LINES.items(), strict=True), start=2
+    ):
+        assert bad["choices"] == [] and bad["error"].startswith(f"line {number}: "), name
+        assert words in bad["error"] and len(bad["error"]) < 1200, name
+    assert generate(cbatch, tmp_path, content, "--resume") == rows
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_byte_order_marks_and_line_ends_are_removed(
+    cbatch: Command, tmp_path: Path, end: bytes
+) -> None:
+    """A byte order mark is removed, also in the middle of concatenated files."""
+    mark = b"\xef\xbb\xbf"
+    rows = generate(cbatch, tmp_path, end.join((mark + GOOD, b" \t", mark + GOOD)))
+    assert [len(row["choices"][0]["token_ids"]) for row in rows] == [4, 4]
+    (tmp_path / "in.txt").write_bytes(end.join((mark + b"one", b"", b"t\xffo", mark + b"three")))
+    run = cbatch("generate", "--input", tmp_path / "in.txt", "--max-tokens", 3)
+    *lines, _ = run.lines
+    results = {row["index"]: (row["prompt"], row["error"]) for row in lines}
+    assert results[0] == ("one", None) and results[2] == ("three", None)
+    assert results[1] == ("", "line 3: line: is not UTF-8 (invalid start byte at byte 1)")
+
+
+def test_an_argument_that_is_not_utf_8_ends_only_its_own_prompt(cbatch: Command) -> None:
+    """Python represents bytes from the shell that are not UTF-8 as lone surrogates."""
+    run = cbatch("generate", "def f():", "\udcff", "--max-tokens", 3)
+    *lines, _ = run.lines
+    good, bad = sorted(lines, key=lambda row: row["index"])
+    assert good["error"] is None and good["choices"]
+    assert bad["prompt"] == "\udcff" and bad["error"].startswith("prompt: character 0 is half")
+
+
+# --- resumed runs --------------------------------------------------------------------------------
+
+
+NUM_LINES = 12
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    lines = [{"prompt": "def", "temperature": 1.0, "max_tokens": 8} for _ in range(NUM_LINES)]
+    lines[3]["seed"] = 5  # a seed of its own
+    lines[7] |= {"stop": ["zz"], "banned_token_ids": [3, 4], "logit_bias": {"5": 1}}
+    lines[5]["colour"] = 1  # an unknown field
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def tokens_of(path: Path) -> dict[int, Any]:
+    """Return the tokens by index. Check that every line occurs once."""
+    rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    assert sorted(row["index"] for row in rows) == list(range(NUM_LINES))
+    return {row["index"]: (row["seed"], row["choices"] and tokens_by_choice(row)) for row in rows}
+
+
+def tokens_by_choice(row: dict[str, Any]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in row["choices"]]
+
+
+def interrupted(lines: list[bytes]) -> list[bytes]:
+    return lines[:5]
+
+
+def reordered(lines: list[bytes]) -> list[bytes]:
+    return random.Random(1).sample(lines, 7)
+
+
+def failed(lines: list[bytes]) -> list[bytes]:
+    """Return the results of an engine that cannot be kept running."""
+    row = json.loads(lines[4]) | {"choices": [], "error": "the executor failed 3 times in a row"}
+    return [*lines[:4], json.dumps(row).encode() + b"\n", *lines[5:9]]
+
+
+def cut(lines: list[bytes]) -> list[bytes]:
+    return [*failed(lines), lines[9][:20]]
+
+
+def saved_by_an_editor(lines: list[bytes]) -> list[bytes]:
+    return [b"\xef\xbb\xbf" + lines[0].replace(b"\n", b"\r\n"), *lines[1:4]]
+
+
+@pytest.mark.parametrize("left", [interrupted, reordered, failed, cut, saved_by_an_editor])
+def test_a_resumed_run_equals_an_uninterrupted_run(
+    cbatch: Command,
+    tmp_path: Path,
+    source: Path,
+    left: Callable[[list[bytes]], list[bytes]],
+) -> None:
+    def run(output: Path, *more: Any) -> Run:
+        command = ("generate", "--input", source, "--engine-seed", 7, "-n", 2, "--output", output)
+        done = cbatch(*command, *more)
+        assert done.status == 0, done.err
+        return done
+
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    run(whole, "--max-num-seqs", 4)
+    part.write_bytes(b"".join(left(whole.read_bytes().splitlines(keepends=True))))
+    left_lines = part.read_bytes().splitlines()
+    kept = [line for line in left_lines if b"3 times" not in line and line.endswith(b"}")]
+    done = run(part, "--max-num-seqs", 3, "--resume")
+    assert tokens_of(part) == tokens_of(whole)
+    seeds = [seed for seed, _ in tokens_of(whole).values() if seed is not None]
+    assert len(set(seeds)) == NUM_LINES - 1, "and no two lines have the same seed"
+    assert part.read_bytes().splitlines()[: len(kept)] == kept, "earlier results were changed"
+    assert ("1 failed and will rerun" in done.out) == (left in (failed, cut))
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_seeds_depend_only_on_the_engines_seed_and_the_line(
+    cbatch: Command, tmp_path: Path, source: Path
+) -> None:
+    seeds = {}
+    for seed in (7, 8):
+        output = tmp_path / f"{seed}.jsonl"
+        cbatch("generate", "--input", source, "--engine-seed", seed, "--output", output)
+        seeds[seed] = {index: drawn for index, (drawn, _) in tokens_of(output).items()}
+        own = {3: 5, 5: None}
+        assert seeds[seed] == {i: seed_at(seed, i) for i in range(NUM_LINES)} | own
+    assert len({*seeds[7].values(), *seeds[8].values()} - {5, None}) == 2 * (NUM_LINES - 2)
+    assert all(0 <= drawn < 2**53 for drawn in seeds[7].values() if drawn is not None)
+
+
+def test_sampled_text_is_the_same_however_the_run_is_interrupted(tmp_path: Path) -> None:
+    """Measured prices decide the number of drafts, which must not change a token."""
+    source, outputs = tmp_path / "in.jsonl", [tmp_path / f"{i}.jsonl" for i in range(3)]
+    line = {"prompt": "def", "temperature": 1.0, "max_tokens": 12, "n": 2}
+    source.write_text((json.dumps(line) + "\n") * NUM_LINES, encoding="utf-8")
+    command = ["generate", "--input", str(source), "--engine-seed", "7", "--no-progress"]
+    for output, lookahead, slots in zip(outputs, ("adaptive", "fixed:6"), "83", strict=False):
+        more = ["--lookahead", lookahead, "--max-num-seqs", slots]
+        assert main([*command, "--output", str(output), *more]) == 0
+    whole = outputs[0].read_bytes().splitlines(keepends=True)
+    outputs[2].write_bytes(b"".join(whole[4:9]))
+    more = ["--max-num-seqs", "5", "--lookahead", "off", "--resume"]
+    assert main([*command, "--output", str(outputs[2]), *more]) == 0
+    texts = tokens_of(outputs[0])
+    assert tokens_of(outputs[1]) == texts and tokens_of(outputs[2]) == texts
+    assert len({str(tokens) for _, tokens in texts.values()}) > NUM_LINES / 2
+
+
+# --- a process that is stopped -------------------------------------------------------------------
+
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_PROMPTS = 30
+
+# `cbatch` with an engine without a model. Its steps are slow, and later steps are so long that a
+# test that waits for the first lines can stop the process in time.
+SLOW_CBATCH = """
+import signal, sys, time
+from cbatch.cli import generate
+from cbatch.cli.main import main
+from tests.checking.executor import SimExecutor
+from tests.cli.conftest import INFO
+from tests.toy_engine import make_engine
+
+run = SimExecutor.run
+steps = iter([0.02] * 12)
+def slow(executor, plan):
+    time.sleep(next(steps, 2))
+    return run(executor, plan)
+
+SimExecutor.run = slow
+sizes = {"num_blocks": 512, "max_model_len": 600, "block_size": 8}
+generate.load_engine = lambda model, draft, options: (make_engine(max_num_seqs=3, **sizes), INFO)
+# Whoever runs the tests in the background may have handed down that it be ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    content = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in content.split(b"\n")[:-1]]
+
+
+@pytest.mark.parametrize("stop_with", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_run_is_resumed(
+    stop_with: signal.Signals, cbatch: Callable[..., Run], tmp_path: Path
+) -> None:
+    prompts = [{"prompt": f"def f{i}(", "max_tokens": 8, "seed": i} for i in range(NUM_PROMPTS)]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
+    command = ["generate", "--input", str(source), "--output", str(output)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_CBATCH, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        while len(lines_of(output)) < 4:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.005)
+        process.send_signal(stop_with)
+        errors, _ = process.communicate(timeout=120)
+    if stop_with is signal.SIGINT:
+        assert process.returncode == 130 and "--resume" in errors
+    before = lines_of(output)
+    assert 4 <= len(before) < NUM_PROMPTS, "it was not stopped during its work"
+    assert cbatch(*command, "--resume").status == 0
+    after = lines_of(output)
+    assert after[: len(before)] == before
+    assert sorted(line["index"] for line in after) == list(range(NUM_PROMPTS))
+    undisturbed = tmp_path / "whole.jsonl"
+    cbatch("generate", "--input", source, "--output", undisturbed)
+
+    def tokens(lines: list[dict[str, Any]]) -> dict[int, list[int]]:
+        return {line["index"]: line["choices"][0]["token_ids"] for line in lines}
+
+    assert tokens(after) == tokens(lines_of(undisturbed))

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 import cbatch as package
-from bench.report import print_report
-from cbatch.cli.main import COMMANDS, GROUP, main
-from cbatch.engine.engine import Engine
+from cbatch.cli.main import BROKEN_PIPE, COMMANDS, GROUP, main
 from tests.cli.conftest import Run
 
 Command = Callable[..., Run]
@@ -24,31 +22,6 @@ ROOT = Path(__file__).parents[2]
 ROWS = "".join(f"{number / 10},8,4\n" for number in range(40))
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n" + ROWS
 CONSTANT = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
-
-
-@pytest.mark.parametrize("words", [("--version",), ("--help",), ("serve", "--help")])
-def test_help_does_not_import_torch(words: tuple[str, ...]) -> None:
-    code = (
-        "import sys; from cbatch.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "finally: print(sorted({'torch', 'rich', 'litestar', 'scipy'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("[]\n"), done.stdout
-
-
-def test_the_server_process_never_imports_torch() -> None:
-    """An import of torch in both processes would double the start-up time."""
-    code = (
-        "import sys; from cbatch.cli.model_service import ModelParts\n"
-        "from cbatch.cli.serve_settings import ServeSettings\n"
-        "import cbatch.server.http.app, cbatch.server.http.run\n"
-        "ModelParts(ServeSettings()).make_service()\n"
-        "print(sorted({'torch', 'triton', 'transformers', 'llguidance'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,11 +42,8 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "usage", "meant"),
     [
         (("srve",), "cbatch", "serve"),
-        (("generat",), "cbatch", "generate"),
         (("serve", "--max-num-seqss", "4"), "cbatch serve", "--max-num-seqs"),
         (("generate", "x", "--temprature=1"), "cbatch generate", "--temperature"),
-        (("bench", "http://x", "--concurency", "4"), "cbatch bench", "--concurrency"),
-        (("sim", "t.csv", "--replicaz", "2"), "cbatch sim", "--replicas"),
         (("sim", "capacity", "t.csv", "--slos", "ttft=1"), "cbatch sim capacity", "--slo"),
         (("trace", "shwo", "t.csv"), "cbatch trace", "show"),
         (("trace", "show", "t.csv", "--plott", "p"), "cbatch trace show", "--plot"),
@@ -105,44 +75,44 @@ def test_a_models_name_is_suggested(cbatch: Command) -> None:
         assert "smolm2: no such model; did you mean smollm2?" in run.err
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.csv"
-    path.write_text(TRACE, encoding="utf-8")
-    return path
-
-
 TABLES: dict[str, tuple[Any, ...]] = {
     "generate": ("generate", "def f():", "--output", "OUT", "--max-tokens", 3),
     "sim": ("sim", "TRACE", *CONSTANT),
     "sweep": ("sim", "TRACE", *CONSTANT, "--sweep", "max-num-seqs=1,2", "--processes", 1),
-    "capacity": ("sim", "capacity", "TRACE", *CONSTANT, "--slo", "ttft=1", "--rates", "1:1.5"),
+    "capacity": (
+        "sim",
+        "capacity",
+        "TRACE",
+        *CONSTANT,
+        "--slo",
+        "ttft=1",
+        "--rate-scales",
+        "1:1.5",
+    ),
     "trace show": ("trace", "show", "TRACE"),
     "report compare": ("report", "compare", "REPORT", "REPORT"),
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_terminal_shows_a_table_and_json_only_on_request(
-    cbatch: Command,
-    engines: list[Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    trace: Path,
-    name: str,
+def test_tables_and_json(
+    cbatch: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    report = tmp_path / "report.json"
-    assert cbatch("sim", trace, *CONSTANT, "--json", report).status == 0
-    places = {"TRACE": trace, "REPORT": report}
+    """A terminal shows a table, and JSON only on request. In a pipe no cell is cut or wrapped."""
+    places = {"TRACE": tmp_path / "trace.csv", "REPORT": tmp_path / "report.json"}
+    places["OUT"] = tmp_path / "out.jsonl"
+    places["TRACE"].write_text(TRACE, encoding="utf-8")
+    assert cbatch("sim", places["TRACE"], *CONSTANT, "--json", places["REPORT"]).status == 0
 
-    def run(*more: Any) -> Run:
-        out = tmp_path / "out.jsonl"
-        out.unlink(missing_ok=True)
-        words = (places.get(word, out if word == "OUT" else word) for word in TABLES[name])
-        return cbatch(*words, *more)
+    def run(*more: Any, columns: int = 80) -> Run:
+        places["OUT"].unlink(missing_ok=True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return cbatch(*(places.get(word, word) for word in TABLES[name]), *more)
 
-    piped = run()
+    piped, wide = run(columns=20), run(columns=1000)
     assert piped.status == 0 and len(piped.lines) == 1, piped.err
+    assert "…" not in piped.out and max(map(len, piped.out.splitlines()[:-1])) > 20
+    assert len(piped.out.splitlines()) == len(wide.out.splitlines())
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     seen = run()
     assert seen.status == 0 and len(seen.out.splitlines()) > 2
@@ -155,34 +125,7 @@ def test_a_terminal_shows_a_table_and_json_only_on_request(
     assert refused.status == 2 and refused.err.startswith("cbatch: --json: "), refused.err
 
 
-@pytest.mark.parametrize("name", [*TABLES, "bench"])
-def test_a_table_in_a_pipe_is_not_cut(
-    cbatch: Command,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    trace: Path,
-    name: str,
-) -> None:
-    """No cell is shortened or wrapped, whatever the number of columns."""
-    report = tmp_path / "report.json"
-    assert cbatch("sim", trace, *CONSTANT, "--json", report).status == 0
-    places = {"TRACE": trace, "REPORT": report, "OUT": tmp_path / "out.jsonl"}
-
-    def shown(columns: int) -> str:
-        places["OUT"].unlink(missing_ok=True)
-        monkeypatch.setenv("COLUMNS", str(columns))
-        if name == "bench":
-            print_report("wide", [{f"tokens of system {i}": 1_462_066 * 10**i for i in range(20)}])
-            return capsys.readouterr().out
-        return cbatch(*(places.get(word, word) for word in TABLES[name])).out
-
-    narrow, wide = shown(20), shown(1000)
-    assert "…" not in narrow and max(map(len, narrow.splitlines()[:-1])) > 20
-    assert len(narrow.splitlines()) == len(wide.splitlines())
-
-
-# --- commands of other packages -------------------------------------------------------------------
+# --- commands of other packages ------------------------------------------------------------------
 
 
 def test_the_commands_of_other_packages_are_entry_points() -> None:
@@ -194,7 +137,7 @@ def test_the_commands_of_other_packages_are_entry_points() -> None:
     assert {point.name: point.value for point in entry_points(group=GROUP)} == declared
 
 
-@pytest.mark.parametrize("command", ["sim", "sim capacity", "trace", "bench", "report"])
+@pytest.mark.parametrize("command", ["sim capacity", "bench"])
 @pytest.mark.parametrize("points", [(), ("sim.moved:add_parser",), ("moved.cli:add_parser",)])
 def test_a_stale_installation_is_reported(
     monkeypatch: pytest.MonkeyPatch,
@@ -223,12 +166,104 @@ def test_a_missing_dependency_is_not_reported_as_a_stale_installation(
         main(["sim", "--help"])
 
 
-@pytest.mark.parametrize("words", [("--help",), ("serve", "--help"), ("--version",)])
-def test_help_imports_no_command_of_another_package(words: tuple[str, ...]) -> None:
-    code = (
-        "import sys; from cbatch.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "finally: print(sorted({'sim', 'bench', 'importlib.metadata'} & sys.modules.keys()))"
+# --- output whose reader leaves early ------------------------------------------------------------
+
+
+CBATCH = "import sys; from cbatch.cli import main; sys.exit(main.main(sys.argv[1:]))"
+
+
+def run_unread(code: str, *command: str) -> tuple[int, str]:
+    """Return the exit status and stderr if the reader leaves before the first byte."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    process.stderr.close()
+    return process.wait(timeout=60), errors
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sim", "TRACE", "--gpu", "H100"),  # a table by rich, then a line
+        ("trace", "convert", "TRACE", "OUT"),  # a single line, at the very end
+    ],
+)
+def test_commands_print_no_traceback_after_a_broken_pipe(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE, encoding="utf-8")
+    paths = {"TRACE": str(trace), "OUT": str(tmp_path / "out.jsonl")}
+    words = [paths.get(word, word) for word in command]
+    assert run_unread(CBATCH, *words) == (BROKEN_PIPE, "")
+
+
+# --- bad traces ----------------------------------------------------------------------------------
+
+
+HEAD = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+GOOD = HEAD + "0.5,20,3\n0.75,30,4\n"
+READERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "show": (("trace", "show"), ()),
+    "sim": (("sim",), CONSTANT),
+    "fleet": (("sim",), (*CONSTANT, "--replicas", 2)),
+    "sweep": (("sim",), (*CONSTANT, "--sweep", "max-num-seqs=1,2", "--processes", 1)),
+    "capacity": (("sim", "capacity"), (*CONSTANT, "--slo", "ttft=1")),
+}
+BAD: dict[str, tuple[str | bytes | None, str]] = {
+    # name: (text, place and problem)
+    "absent": (None, ": file: cannot be read"),
+    "empty": ("", ": file: is empty"),
+    "a header alone": (HEAD, ": file: has no requests"),
+    "unknown columns": ("when,what\n1,2\n", ", line 1: columns: 'when, what' match no"),
+    "one unknown column": (
+        GOOD.replace("\n", ",colour\n", 1),
+        ", line 1: colour: is an unknown column",
+    ),
+    "a column short": (GOOD + "1,2\n", ", line 4: columns: 2 cells under 3 names"),
+    "unsorted": (GOOD + "0.6,1,1\n", ", line 4: arrival: is 0.15 s before the row above"),
+    "a negative stamp": (GOOD + "-1,1,1\n", ", line 4: arrived_at: -1.0 is negative"),
+    "no prompt": (GOOD + "1,0,1\n", ", line 4: prompt: has 0 tokens"),
+    "no output": (GOOD + "1,1,0\n", ", line 4: output: has 0 tokens"),
+    "a negative length": (GOOD + "1,-5,1\n", ", line 4: num_prefill_tokens: -5 is negative"),
+    "NaN for a stamp": (GOOD + "nan,1,1\n", ", line 4: arrived_at: 'nan' is not a finite number"),
+    "NaN for a length": (GOOD + "1,1,nan\n", ", line 4: num_decode_tokens: 'nan' is not a finite"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", BAD)
+def test_errors_about_bad_traces_name_the_place(
+    cbatch: Command, tmp_path: Path, name: str, reader: str
+) -> None:
+    text, words = BAD[name]
+    path = tmp_path / "trace.csv"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    command, options = READERS[reader]
+    run = cbatch(*command, path, *options)
+    assert run.status == 2 and str(path) in run.err and words in run.err, run.err
+    assert not run.lines, "and no report"
+
+
+@pytest.mark.parametrize("reader", ["sim", "fleet", "sweep", "capacity"])
+def test_requests_larger_than_the_pool_are_reported(
+    cbatch: Command, tmp_path: Path, reader: str
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(GOOD + "1,480,3\n1.5,20,3\n")
+    command, options = READERS[reader]
+    small = (*options, "--num-blocks", 20)
+    run = cbatch(*command, path, *small)
+    assert run.status == 0, run.err
+    if reader != "capacity":
+        assert "refused" in run.out
+    if reader in ("sim", "fleet"):
+        assert "(the whole KV pool). However, your prompt resulted in 480 tokens" in run.out
+        assert (run.lines[-1]["requests"], run.lines[-1]["refused"]) == (3, 1)

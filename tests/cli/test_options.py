@@ -1,34 +1,386 @@
-"""An option of several commands has one name, one help text and one syntax."""
+"""Options: every setting as flag, variable, TOML key and keyword; errors name what was given."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+import json
+import math
+import socket
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin
 
-import numpy as np
+import msgspec
 import pytest
 
-from bench.load.cli.workload import Workload
-from bench.load.run.options import LoadOptions, OfferedLoad
-from cbatch.cli.main import make_parser
+from bench.load.run.options import LoadOptions
+from cbatch import LLM, FieldError
+from cbatch.cli import ray_serve
+from cbatch.cli.main import main, make_parser
+from cbatch.cli.ray_serve import build, require_reachable, run_replicas
 from cbatch.cli.serve_settings import ServeSettings
-from cbatch.cli.settings import fields_of, read_settings
-from cbatch.core.request.errors import FieldError
+from cbatch.cli.settings import (
+    Setting,
+    Settings,
+    fields_of,
+    flag_of,
+    settings_of,
+    unknown_variables,
+)
 from cbatch.core.request.request import SamplingParams
+from cbatch.engine.options import EngineOptions, EngineSettings, settings_of_keywords
+from cbatch.engine.unsupported import (
+    UNSUPPORTED_FIELDS,
+    UNSUPPORTED_OPTIONS,
+    without_neutral_fields,
+)
 from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
-from sim.cli.simulation import build
-from sim.workload.distributions import parse_arrivals, parse_lengths
-from sim.workload.options import warn
-from sim.workload.traces.reader import Trace, write_requests
-from sim.workload.traces.request import TraceRequest
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, read_serve
 
+ROOT = Path(__file__).parents[2]
 Command = Callable[..., Run]
-COMMANDS = ("serve", "generate", "sim", "bench")
-SMALL = ("--num-blocks", 200, "--max-model-len", 500, "--step-seconds", 0.01)
+COMMANDS = {
+    "serve": ServeSettings,
+    "generate": SamplingParams,
+    "sim": Scenario,
+    "bench": LoadOptions,
+}
+WAYS = ("flag", "variable", "file")
+# Values of settings that do not take any value of their type.
+VALUES: dict[str, Any] = {
+    "drafter": ["suffix", "ngram"],
+    "lookahead": "ema:3",
+    "session_header": "x",
+}
+# Names of vLLM that cbatch has another name for, with that name.
+VLLM = {
+    "tp": "tensor_parallel_size",
+    "num_gpu_blocks_override": "num_blocks",
+    "seed": "engine_seed",
+    "spec_model": "draft",
+    "otlp_traces_endpoint": "otlp_endpoint",
+}
+SETTINGS = {
+    name: setting
+    for name, setting in fields_of(ServeSettings).items()
+    if name not in ("speculative_config", "num_speculative_tokens")
+}
+
+
+def read(tmp_path: Path, way: str, name: str, value: Any) -> Settings[ServeSettings]:
+    """Read one option from a flag, an environment variable, or a TOML key."""
+    text, variables, flags = "", dict[str, str](), list[str]()
+    switch = isinstance(value, bool)
+    if way == "file":
+        text = f"{name} = {json.dumps(value)}"
+    elif way == "variable":
+        given = ("off", "on")[value] if switch else value
+        given = ", ".join(given) if isinstance(given, list) else str(given)
+        variables = {f"CBATCH_{name.upper()}": given}
+    elif switch:
+        flags = [flag_of(name if value else f"no_{name}")]
+    else:
+        values = value if isinstance(value, list) else [value]
+        flags = [f"{flag_of(name)}={each}" for each in values]
+    assert not unknown_variables(variables, ServeSettings)
+    return read_serve(tmp_path, text, variables, *flags)
+
+
+def other_value(setting: Setting) -> Any:
+    """Return a value that the setting allows and that is not its default."""
+    if setting.name in VALUES:
+        return VALUES[setting.name]
+    if get_origin(setting.plain) is Literal:
+        return next(each for each in get_args(setting.plain) if each != setting.default)
+    if setting.plain is bool:
+        return not setting.default
+    return {int: 77, float: 0.25, str: "DIR"}.get(setting.plain, ["a", "b"])
+
+
+def stored(values: msgspec.Struct) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a struct and of its nested structs."""
+    for name in values.__struct_fields__:
+        value = getattr(values, name)
+        if isinstance(value, msgspec.Struct) and name in ("engine", "limits", "connections"):
+            yield from stored(value)
+        else:
+            yield name, value
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*SETTINGS, *VLLM])
+def test_every_setting_from_every_source(tmp_path: Path, name: str, way: str) -> None:
+    setting = SETTINGS[VLLM.get(name, name)]
+    value = other_value(setting)
+    kept = tuple(value) if isinstance(value, list) else value
+    settings = read(tmp_path, way, name, value)
+    before = dict(stored(ServeSettings()))
+    changed = {n: v for n, v in stored(settings.values) if v != before[n]}
+    assert changed == {setting.field: kept}
+    origin = {"variable": f"CBATCH_{name.upper()}", "file": f"serve.toml: {name}"}
+    assert settings.origin(setting.name).endswith(origin.get(way, setting.flag))
+    error = settings.named(FieldError(setting.field, "is wrong", "mend it"))
+    assert error.field == settings.origin(setting.name)
+
+
+@pytest.mark.parametrize("name", [*fields_of(EngineSettings), *VLLM, "generation_config"])
+def test_every_option_of_an_engine_is_a_keyword(name: str) -> None:
+    setting = SETTINGS.get(VLLM.get(name, name))
+    if setting is None or name == "otlp_traces_endpoint":
+        return
+    value = other_value(setting)
+    settings = settings_of_keywords({name: value})
+    kept = tuple(value) if isinstance(value, list) else value
+    where = settings if setting.field == "draft" else settings.engine
+    assert getattr(where, setting.field) == kept
+
+
+def test_sources_override_each_other_in_order(tmp_path: Path) -> None:
+    file = 'max_num_seqs = 5\nport = 7\ndrafter = ["ngram"]\n'
+    variables = {"CBATCH_PORT": "8", "CBATCH_DRAFTER": "suffix, ngram"}
+    settings = read_serve(tmp_path, file, variables, "--drafter", "suffix", "DIR")
+    values = settings.values
+    assert (values.engine.max_num_seqs, values.port, values.engine.drafter) == (5, 8, ("suffix",))
+    assert values.model == "DIR" and settings.given == {"max_num_seqs", "port", "drafter", "model"}
+
+
+def test_short_flags_and_sizes(tmp_path: Path) -> None:
+    def engine(*words: str) -> EngineOptions:
+        return read_serve(tmp_path, "", {}, *words).values.engine
+
+    assert engine("-tp", "2").tensor_parallel_size == 2
+    assert engine("-sc", '{"method": "suffix"}').drafter == ("suffix",)
+    for text, number in (("2k", 2000), ("2K", 2048), ("1.5G", 3 * 2**29), ("7", 7)):
+        assert engine("--max-model-len", text).max_model_len == number
+    for text in ("k", "2kk", "-2k", "2 k"):
+        with pytest.raises(FieldError, match="--max-model-len"):
+            engine(f"--max-model-len={text}")
+
+
+def test_a_model_may_be_named_either_way(tmp_path: Path) -> None:
+    for words in (("DIR",), ("--model", "DIR")):
+        assert read_serve(tmp_path, "", {}, *words).values.model == "DIR"
+    with pytest.raises(FieldError, match="MODEL: is given twice, with --model"):
+        read_serve(tmp_path, "", {}, "A", "--model", "B")
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "name", "value", "problem"),
+    [
+        ("file", "max_num_seq", 2, "is not known; did you mean max_num_seqs"),
+        ("file", "max_num_seqs", "5", "Expected `int`"),
+        ("file", "no_enable_prefix_caching", True, "is not known"),
+        ("variable", "port", "http", "'http' is not allowed"),
+        ("variable", "port", "99999", "99999"),
+        ("variable", "numerics", "exact", "'exact' is not allowed"),
+        ("variable", "ray", "maybe", "maybe"),
+        ("flag", "max_num_seqs", "many", "'many' is not allowed"),
+        ("flag", "grace", -1, "-1"),
+        ("flag", "tensor_parallel_size", 0, "0 is not allowed"),
+    ],
+)
+def test_an_error_names_its_source(
+    tmp_path: Path, way: str, name: str, value: Any, problem: str
+) -> None:
+    origin = {"variable": f"CBATCH_{name.upper()}", "file": name, "flag": flag_of(name)}[way]
+    with pytest.raises(FieldError, match=problem) as caught:
+        read(tmp_path, way, name, value)
+    assert caught.value.field.endswith(origin)
+
+
+def test_names_that_are_unknown_or_given_twice(tmp_path: Path) -> None:
+    for accept in (settings_of_keywords, build):
+        with pytest.raises(FieldError, match="is given twice.*; leave one out"):
+            accept({"tp": 1, "tensor_parallel_size": 2})
+    with pytest.raises(FieldError, match="^max_num_seq: is not known; did you mean max_num_seqs"):
+        LLM("/nowhere", max_num_seq=2)
+    with pytest.raises(FieldError, match="serve.toml: cannot be read"):
+        read_serve(tmp_path, "max_num_seqs = ")
+    stranger = settings_of(ServeSettings, {}, "args").named(FieldError("config.json", "x", "y"))
+    assert stranger.field == "config.json"
+
+
+def test_unknown_variables_are_reported_except_those_of_kubernetes(tmp_path: Path) -> None:
+    cluster = {"CBATCH_SERVICE_HOST": "10.0.0.1", "CBATCH_PORT_80_TCP_ADDR": "10.0.0.1"}
+    cluster["CBATCH_PORT"] = "tcp://10.0.0.1:80"
+    variables = cluster | {"CBATCH_MAX_SLOT": "3", "CBATCH_CONFIG": "x", "CBATCH_KERNELS": "avx2"}
+    assert unknown_variables(variables, ServeSettings) == ["CBATCH_MAX_SLOT"]
+    assert read_serve(tmp_path, "", cluster).values.port == 8000
+
+
+INFINITE = ("inf", "-inf", "nan", "1e300", "9" * 40)
+
+
+@pytest.mark.parametrize("kind", COMMANDS.values())
+def test_no_number_of_a_setting_is_infinite(kind: type[msgspec.Struct]) -> None:
+    numbers = [each for each in fields_of(kind).values() if each.plain in (int, float)]
+    assert len(numbers) > 10
+    for setting, text in itertools.product(numbers, INFINITE):
+        with pytest.raises(FieldError, match=f"^{setting.flag}: .* is not allowed"):
+            setting.convert(text, setting.flag, strict=False)
+    for name, value in (("timeout", math.nan), ("grace", 1e300)):
+        with pytest.raises(FieldError, match=f"file: {name}: .* is not allowed"):
+            settings_of(ServeSettings, {name: value}, "file")
+
+
+def test_errors_at_start_name_the_remedy(
+    cbatch: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No case starts an engine."""
+    started: list[Any] = []
+    monkeypatch.setattr("cbatch.process.server.EngineProcess.__init__", started.append)
+    (tmp_path / "notes").write_text("mine")
+    on = '"enable_kv_cache_events": true'
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags, message in (
+            (("--port", port), f"--port: {port} is taken; stop the program that listens there"),
+            (("--host", "203.0.113.7"), "--host: '203.0.113.7' cannot be bound"),
+            ((str(tmp_path),), "has no config.json; name a Hugging Face model directory"),
+            (("--record", tmp_path / "notes"), "notes cannot be written"),
+            (("--record", tmp_path / "no" / "log"), "log cannot be written"),
+            (("--max-requests-per-key", "2"), "--max-requests-per-key: there are no keys"),
+            (("--api-key-file", tmp_path / "none"), "--api-key-file: "),
+            (("--config", tmp_path / "none"), "none: cannot be read"),
+            (("--chat-template", tmp_path / "none"), "none cannot be read"),
+            ((tmp_path / "nothing",), str(tmp_path / "nothing")),
+            (("--grace", "1", "--timeout", "-1"), "--timeout: -1.0 is not allowed"),
+            (("--max-connections", 2**40), f"--max-connections: {2**40} need"),
+            (("--max-connections", 0), "--max-connections: 0 is not allowed"),
+            (("--cors-origin", "localhost:3000"), "is not an origin; give a scheme"),
+            (
+                ("--kv-events-config", f'{{{on}, "hmw": 1}}'),
+                "--kv-events-config: Object contains unknown field `hmw`; use enable_kv_cache",
+            ),
+            (
+                ("--kv-events-config", f'{{{on}, "endpoint": "ipc://{tmp_path}/no/file"}}'),
+                "no/file' cannot be bound",
+            ),
+            (
+                ("--no-enable-prefix-caching", "--kv-events-config", f"{{{on}}}"),
+                "--kv-events-config: has no events to publish without the prefix cache",
+            ),
+            *(((flag, "2"), f"{flag}: is for replicas only") for flag in REPLICAS),
+        ):
+            run = cbatch("serve", *flags)
+            assert run.status == 2 and message in run.err, run.err
+    assert not started
+
+
+REPLICAS = ("--min-replicas", "--max-replicas", "--session-header")
+
+
+# ---- options and fields of other engines ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [*WAYS, "keyword"])
+@pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
+def test_an_option_that_is_not_supported(tmp_path: Path, name: str, way: str) -> None:
+    """A neutral value is accepted, and another value is rejected by the name that was given."""
+
+    def give(value: Any) -> object:
+        if way == "keyword":
+            return settings_of_keywords({name: value})
+        return read(tmp_path, way, name, value).values
+
+    neutral = UNSUPPORTED_OPTIONS[name].neutral
+    switch = any(isinstance(value, bool) for value in neutral)
+    (wrong,) = {True, False} - set(neutral) if switch else ("x",)
+    flag = flag_of(name if wrong is not False else f"no_{name}")
+    with pytest.raises(FieldError, match="is not supported") as caught:
+        give(wrong)
+    origin = {"flag": flag, "variable": f"CBATCH_{name.upper()}"}.get(way, name)
+    assert caught.value.field.endswith(origin) and caught.value.remedy
+    for value in neutral:
+        if way == "keyword" or not isinstance(value, dict | list):
+            assert give(value) == (EngineSettings() if way == "keyword" else ServeSettings())
+
+
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED_FIELDS))
+def test_a_field_of_requests_that_is_not_supported(field: str) -> None:
+    with pytest.raises(FieldError, match=f"^{field}: .* is not supported"):
+        without_neutral_fields({field: {"anything": 2}})
+    for neutral in (None, *UNSUPPORTED_FIELDS[field].neutral):
+        assert without_neutral_fields({field: neutral, "n": 2}) == {"n": 2}
+
+
+def test_the_readme_lists_unsupported_features() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.split("## What it does not do")[1].split("\n## ")[0].lower()
+    missing = "tool calls, quantised weights, gguf, lora, state-space, tensor parallelism"
+    missing += ", eagle, mtp, kv offload, embeddings, multimodal"
+    assert [name for name in missing.split(", ") if name not in table] == []
+
+
+MODEL = {"model": "DIR"}
+
+
+@pytest.mark.parametrize("way", ["flag", "variable", "keyword"])
+@pytest.mark.parametrize(
+    ("config", "draft", "changes"),
+    [
+        ({"method": "ngram"}, None, {"drafter": ("ngram",)}),
+        (
+            {"method": "suffix", "num_speculative_tokens": 3},
+            None,
+            {"drafter": ("suffix",), "lookahead": "adaptive:3"},
+        ),
+        (
+            MODEL | {"num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
+            "DIR",
+            {"lookahead": "adaptive:2"},
+        ),
+        (MODEL | {"method": "eagle3"}, "DIR", {"draft_method": "eagle3"}),
+        (
+            {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+            None,
+            {"drafter": ("ngram",)},
+        ),
+    ],
+    ids=str,
+)
+def test_speculative_config(
+    tmp_path: Path, config: dict[str, Any], draft: str | None, changes: dict[str, Any], way: str
+) -> None:
+    if way == "keyword":
+        settings = settings_of_keywords({"speculative_config": config})
+    else:
+        settings = read(tmp_path, way, "speculative_config", json.dumps(config)).values
+    assert (settings.draft, settings.engine) == (draft, EngineOptions(**changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"lookahead": "off", "num_speculative_tokens": 2}, "2 and lookahead off exclude"),
+        ({"lookahead": "fixed:3", "num_speculative_tokens": 2}, "2 and lookahead fixed:3 exclude"),
+        ({"draft": "A", "speculative_config": {"model": "B"}}, "draft or drafter exclude"),
+        ({"drafter": "ngram", "speculative_config": {"method": "suffix"}}, "draft or drafter"),
+        ({"num_blocks": 2, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization: would be ign"),
+        ({"speculative_config": {"methd": "ngram"}}, "methd.*method, num_speculative_tokens"),
+        ({"speculative_config": {"method": "mtp"}}, r"mtp.*prompt_lookup_min"),
+        ({"speculative_config": MODEL | {"method": "ngram"}}, "'ngram' with model 'DIR'"),
+        ({"speculative_config": {"num_speculative_tokens": 3}}, "give a model"),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_max": 5}},
+            "prompt_lookup_max 5 is not supported; use 4",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused_together(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(FieldError, match=problem):
+        settings_of_keywords(options)
+
+
+# ---- flags of commands ---------------------------------------------------------------------------
+
 # Flags with the same name but different meaning: a server's model is not a simulated model.
 OTHERS = {
     "--model": "weights, the name of a shape, or the name that a server gives its model",
@@ -68,13 +420,9 @@ def test_the_same_option_has_one_name_and_one_help_text(one: str, other: str) ->
     first, second = actions(one), actions(other)
     for flag in (first.keys() & second.keys()) - OTHERS.keys() - {"-h", "--help"}:
         a, b = first[flag], second[flag]
-        if argparse.SUPPRESS in (a.help, b.help):  # the form of a switch that help does not show
-            assert a.dest == b.dest
-            continue
         assert (a.help or "").partition(" (default")[0] == (b.help or "").partition(" (default")[0]
         assert (a.metavar, a.choices, a.dest) == (b.metavar, b.choices, b.dest), flag
-        shown = [set(each.option_strings) for each in (a, b)]
-        assert shown[0] == shown[1] or a.nargs == 0, f"{flag}: other names in addition"
+        assert {*a.option_strings} == {*b.option_strings}, flag
 
 
 @pytest.mark.parametrize("kind", [Scenario, LoadOptions, SamplingParams])
@@ -92,224 +440,75 @@ def test_the_same_option_has_one_default(kind: Any) -> None:
             assert setting.default == same.default, name
 
 
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [
-        ("serve", "--draft-model", "--draft"),
-        ("generate", "--draft-model", "--draft"),
-        ("calibrate", "--draft-model", "--draft"),
-        ("sim", "--draft-model", "--draft"),
-        ("serve", "--tp", "--tensor-parallel-size"),
-        ("serve", "--tensor-parallel", "--tensor-parallel-size"),
-        ("sim", "--tp", "--tensor-parallel-size"),
-        ("sim", "--step-budget", "--max-num-batched-tokens"),
-    ],
-)
-def test_an_option_has_one_name_that_help_shows(command: str, old: str, new: str) -> None:
-    options = actions(command)
-    assert options[old].dest == options[new].dest
-    assert options[old].help == argparse.SUPPRESS != options[new].help
-
-
-def test_a_model_may_be_named_either_way(cbatch: Command, capsys: Any) -> None:
-    for words in (("serve", "DIR"), ("serve", "--model", "DIR")):
-        args = make_parser("serve").parse_args(words)
-        assert read_settings(ServeSettings, args).values.model == "DIR"
-    for words in (("serve", "A", "--model", "B"), ("serve", "--model", "B", "A")):
-        with pytest.raises(SystemExit):
-            make_parser("serve").parse_args(words)
-        assert "is given twice" in capsys.readouterr().err
-
-
-def test_help_shows_no_default_where_there_is_none() -> None:
-    for command in ("serve", "generate", "sim", "bench"):
-        for flag, action in actions(command).items():
-            assert "NODEFAULT" not in (action.help or ""), flag
-
-
-@pytest.mark.parametrize("flag", ["--tp", "--tensor-parallel", "--tensor-parallel-size"])
-def test_an_error_names_the_option_as_it_was_given(cbatch: Command, flag: str) -> None:
-    run = cbatch("serve", flag, 0)
-    assert run.status == 2 and f"cbatch: {flag}: 0 is not allowed" in run.err, run.err
-    run = cbatch("generate", "x", flag, "many")
-    assert run.status == 2 and f"cbatch: {flag}: 'many' is not allowed" in run.err, run.err
-
-
-def test_a_switch_can_be_turned_off_and_on() -> None:
-    for flags, shared in (
-        ((), True),
-        (("--no-enable-prefix-caching",), False),
-        (("--enable-prefix-caching",), True),
-        (("--no-prefix-cache", "--enable-prefix-caching"), True),
-    ):
-        for command, kind in (("serve", ServeSettings), ("sim", Scenario)):
-            words = (command, "trace") if command == "sim" else (command,)
-            values: Any = read_settings(kind, make_parser(command).parse_args([*words, *flags]))
-            options = values.values if command == "sim" else values.values.engine
-            assert (options.enable_prefix_caching is not False) == shared
-    switched = read_settings(
-        ServeSettings,
-        make_parser("serve").parse_args(["serve", "--no-open-metrics"]),
-        {"CBATCH_OPEN_METRICS": "on", "CBATCH_RAY": "true"},
-    )
-    assert (switched.values.open_metrics, switched.values.ray) == (False, True)
-
-
-# -- distributions
+def test_help_shows_each_option_by_one_name_and_a_default_that_it_has() -> None:
+    options = actions("serve")
+    for name in (*VLLM, *UNSUPPORTED_OPTIONS, "model"):
+        if name not in ("reasoning_parser", "seed"):
+            assert options[flag_of(name)].help == argparse.SUPPRESS, name
+    for command in COMMANDS:
+        assert not [a for a in actions(command).values() if "NODEFAULT" in (a.help or "")]
 
 
 @pytest.mark.parametrize(
-    ("comma", "colon"),
+    ("words", "meant"),
     [
-        ("lognormal:50,0.5", "lognormal:50:0.5"),
-        ("lognormal:50,0.5,90", "lognormal:50:0.5:90"),
-        ("uniform:3,30", "uniform:3:30"),
-        ("zipf:1.2,2,50", "zipf:1.2:2:50"),
-        ("fixed:7", "7"),
+        ("serve --tensor 2", "--tensor-parallel-size"),
+        ("serve --max-num-seq-s 2", "--max-num-seqs"),
+        ("chat --temp=0", "--temperature"),
+        ("generate x --max-tok 2", "--max-tokens"),
+        ("sim t.csv --replica 2", "--replicas"),
+        ("bench http://x --concur 2", "--concurrency"),
+        ("trace show t.csv --plo p", "--plot"),
+        ("advise steps.jsonl --proc 2", "--processes"),
+        ("calibrate --ou c.json --out d.json", "--out"),
     ],
 )
-def test_lengths_have_one_grammar_in_all_commands(
-    cbatch: Command, tmp_path: Path, comma: str, colon: str
+def test_an_abbreviation_is_refused_and_its_option_named(
+    capsys: pytest.CaptureFixture[str], words: str, meant: str
 ) -> None:
-    drawn, written = [], []
-    for text in (comma, colon):
-        drawn.append(parse_lengths("--x", text)(np.random.default_rng(3), 40).tolist())
-        words = ("URL", "--output-tokens", text, "--prompt-tokens", text, "--turns", text)
-        options = read_settings(LoadOptions, make_parser("bench").parse_args(["bench", *words]))
-        made = Workload(options.values).requests(OfferedLoad(concurrency=2), seed=3)
-        out = tmp_path / "out.jsonl"
-        lengths = ("--prompt", text, "--output", text, "--rate", 5, "--requests", 9)
-        assert cbatch("trace", "generate", out, *lengths).status == 0
-        written.append((made, list(Trace(out))))
-    assert drawn[0] == drawn[1] and written[0] == written[1]
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("process", "spellings"),
-    [
-        ("poisson", ("poisson:5",)),
-        ("constant", ("constant:5",)),
-        ("gamma:2", ("gamma:5,2", "gamma:5:2")),
-        ("onoff:3,9", ("onoff:5,3,9", "onoff:5:3:9")),
-        ("onoff:3:9", ("diurnal:5,0.5,60",)),
-    ],
-)
-def test_arrivals_have_one_grammar_with_a_rate_and_without(
-    cbatch: Command, tmp_path: Path, process: str, spellings: tuple[str, ...]
-) -> None:
-    def first(*arguments: Any) -> list[float]:
-        times_s = parse_arrivals("--arrivals", *arguments)(np.random.default_rng(4))
-        return list(itertools.islice(times_s, 20))
-
-    def written(*more: Any) -> list[TraceRequest]:
-        out = tmp_path / "out.jsonl"
-        fixed = ("--prompt", 9, "--output", 2, "--requests", 20)
-        run = cbatch("trace", "generate", out, *fixed, *more)
-        assert run.status == 0, run.err
-        return list(Trace(out))
-
-    same = not spellings[0].startswith("diurnal")
-    for text in spellings:
-        assert (first(text) == first(process, 5.0)) == same
-        made = written("--rate", 5, "--arrivals", process)
-        assert (written("--arrivals", text) == made) == same
-    words = ["bench", "URL", "--rate", "5", "--arrivals", process, "--requests", "20"]
-    options = read_settings(LoadOptions, make_parser("bench").parse_args(words))
-    times_s = [r.arrival_s for r in Workload(options.values).requests(OfferedLoad(rate_per_s=5), 0)]
-    assert times_s == [request.arrival_s for request in made]
+# ---- replicas on Ray Serve -----------------------------------------------------------------------
 
 
-def test_a_rate_that_is_missing_or_given_twice_is_rejected(cbatch: Command, tmp_path: Path) -> None:
-    fixed = (tmp_path / "out.jsonl", "--prompt", 9, "--output", 2, "--requests", 20)
-    for more, words in (
-        ((), "--rate: is missing"),
-        (("--arrivals", "poisson"), "--arrivals: 'poisson' is not known; write one of"),
-        (("--rate", 5, "--arrivals", "poisson:5"), "--arrivals: 'poisson:5' is not known"),
-        (("--rate", -5), "--arrivals: 'poisson': rate_per_s -5.0 is not allowed"),
-    ):
-        run = cbatch("trace", "generate", *fixed, *more)
-        assert run.status == 2 and words in run.err, run.err
+def test_without_ray_the_extra_is_named(cbatch: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ray", "ray.serve"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(FieldError, match=r"ray: .*pip install 'cbatch\[ray\]'"):
+        build({})
+    run = cbatch("serve", "--ray")
+    assert run.status == 2 and "--ray" in run.err and "cbatch[ray]" in run.err
 
 
-# -- rates
+def test_settings_that_replicas_do_not_support_are_rejected_by_name(cbatch: Command) -> None:
+    for name in ray_serve._REFUSED:
+        run = cbatch("serve", "--ray", flag_of(name), 1)
+        assert run.status == 2
+        assert run.err.startswith(f"cbatch: {flag_of(name)}: is not available with replicas: ")
+    for name, value in {"host": "0.0.0.0", "port": 1, "ray": True, "session_header": "x"}.items():
+        with pytest.raises(FieldError, match=f"args: {name}: is not available with replicas"):
+            build({name: value})
+    with pytest.raises(FieldError, match="args: max_replicas: 1 is less than min_replicas, 2"):
+        build({"min_replicas": 2, "max_replicas": 1})
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """Write a trace of four requests a second."""
-    path = tmp_path / "trace.jsonl"
-    requests = (TraceRequest(arrival_s=i / 4, prompt_tokens=9, output_tokens=2) for i in range(41))
-    write_requests(path, requests)
-    return path
+def test_where_replicas_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(FieldError, match="RAY_ADDRESS"):
+        run_replicas(ServeSettings())
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(FieldError, match=r"host: .*10\.0\.0\.7"):
+        require_reachable("127.0.0.1", "10.0.0.7")
+    require_reachable("0.0.0.0", "10.0.0.7")
+    require_reachable("127.0.0.1", "127.0.0.1")
 
 
-def arrivals(cbatch: Command, trace: Path, *more: Any) -> tuple[float, Run]:
-    """Return the time of the last arrival in seconds, and the run."""
-    records = trace.parent / "records.jsonl"
-    run = cbatch("sim", trace, *SMALL, "--records", records, *more)
-    assert run.status == 0, run.err
-    lines = records.read_text().splitlines()
-    return max(float(line.partition('"arrival_s":')[2].partition(",")[0]) for line in lines), run
-
-
-def test_a_rate_is_in_requests_a_second(cbatch: Command, trace: Path) -> None:
-    for more, last_s, scale in (
-        ((), 10, None),
-        (("--rate-scale", 2), 5, 2),
-        (("--rate", 8), 5, 2),
-        (("--rate", 2), 20, 0.5),
-        (("--rate", 8, "--requests", 21), 2.5, 2),
-    ):
-        warn.cache_clear()
-        reached_s, run = arrivals(cbatch, trace, *more)
-        assert reached_s == pytest.approx(last_s), more
-        assert run.lines[-1]["settings"]["rate_scale"] == scale
-        said = "is in requests per second; the trace has 4. To give a multiple of"
-        assert (said in run.err) == ("--rate" in more), run.err
-
-
-def test_a_trace_is_scaled_to_a_rate(cbatch: Command, trace: Path) -> None:
-    for more, last_s in ((("--rate", 8), 5), (("--rate-scale", 0.5), 20), (("--output", 2), 10)):
-        out = trace.parent / "out.jsonl"
-        assert cbatch("trace", "scale", trace, out, *more).status == 0
-        assert list(Trace(out))[-1].arrival_s == pytest.approx(last_s)
-    both = cbatch("trace", "scale", trace, out, "--rate", 8, "--rate-scale", 2)
-    assert both.status == 2 and "rate_scale: would be ignored" in both.err.replace("-", "_")
-
-
-def test_capacity_is_searched_in_multiples_of_the_traces_rate(cbatch: Command, trace: Path) -> None:
-    lines = [
-        cbatch("sim", "capacity", trace, *SMALL, "--slo", "ttft=9", flag, "1:4").lines
-        for flag in ("--rate-scales", "--rates")
-    ]
-    assert lines[0] == lines[1]
-    for flag in ("--rate-scales", "--rates"):
-        run = cbatch("sim", "capacity", trace, *SMALL, "--slo", "ttft=9", flag, "4:1")
-        assert run.status == 2 and f"cbatch: {flag}: 4.0:1.0 is not a range" in run.err
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--rate", 3, "--rate-scale", 2), "--rate-scale: would be ignored"),
-        (("--rate-scale", 2, "--concurrency", 2), "--rate-scale: would be ignored"),
-        (("--rate", "nan"), "--rate: nan is not allowed"),
-        (("--rate", 0), "--rate: 0.0 is not allowed"),
-        (("--rate-scale", 0), "--rate-scale: 0.0 is not allowed"),
-        (("--rate", 3, "--requests", 1), "--rate: the trace has no rate of its own"),
-    ],
-)
-def test_bad_rates_are_rejected(
-    cbatch: Command, trace: Path, more: tuple[Any, ...], words: str
-) -> None:
-    run = cbatch("sim", trace, *SMALL, *more)
-    assert run.status == 2 and words in run.err, run.err
-
-
-def test_a_scenario_in_python_has_the_same_rates(trace: Path) -> None:
-    sizes: dict[str, Any] = {"num_blocks": 200, "max_model_len": 500, "step_seconds": 0.01}
-    one = build(Scenario(trace=str(trace), rate=8.0, **sizes))
-    other = build(Scenario(trace=str(trace), rate_scale=2.0, **sizes))
-    assert one.run().duration_s == other.run().duration_s
-    with pytest.raises(FieldError, match="rate_scale: would be ignored"):
-        build(Scenario(trace=str(trace), rate=8.0, rate_scale=2.0, **sizes))
+def test_every_variable_that_is_set_is_documented() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace('"', "")
+    missing = {f"`{name}={value}`" for name, value in ray_serve.ENVIRONMENT.items()}
+    assert not {words for words in missing if words not in text}

@@ -150,19 +150,6 @@ def test_a_file_that_another_run_has_replaced_is_not_written(
     assert indices(path) == [0]
 
 
-def truncated(path: Path) -> None:
-    os.truncate(path, 40)
-
-
-def appended(path: Path) -> None:
-    with path.open("a") as file:
-        file.write("a note\n")
-
-
-def removed(path: Path) -> None:
-    path.unlink()
-
-
 def replaced(path: Path) -> None:
     """Replace a file by a file of the same size, like an editor."""
     other = path.with_name("other")
@@ -170,7 +157,7 @@ def replaced(path: Path) -> None:
     other.replace(path)
 
 
-@pytest.mark.parametrize("change", [truncated, appended, removed, replaced])
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 40), Path.unlink, replaced])
 def test_a_file_that_another_program_changes_is_not_written_further(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
@@ -188,20 +175,10 @@ def test_a_file_that_another_program_changes_is_not_written_further(
     ("text", "words"),
     [
         ("\n", "line 3 of .* is not a result of this input"),
-        ("a note\n", "line 3 of .* is not a result"),
-        (
-            '{"index": -1, "prompt": "", "params": {}, "error": null}\n',
-            "line 3 of .* is not a result",
-        ),
-        (
-            '{"index": "1", "prompt": "", "params": {}, "error": null}\n',
-            "line 3 .* is not a result",
-        ),
         (
             '{"index": 99, "prompt": "", "params": {}, "error": null}\n',
             "line 3 of .* is not a result",
         ),
-        ('{"index": 2}\n', "line 3 of .* is not a result"),
         ("[" * 100_000 + "\n", "line 3 of .* is not a result"),
         (json.dumps(line_of(JOBS[1])) + "\n", "line 3 of .* answers prompt 1 for a second time"),
         (
@@ -223,14 +200,6 @@ def test_a_file_that_was_changed_between_runs_is_rejected_unchanged(
     with pytest.raises(FieldError, match=f"--resume: {words}"):
         ResultFile(path, JOBS, resume=True)
     assert path.read_bytes() == before
-
-
-def test_an_impossible_file_is_reported_before_a_model_loads(
-    cbatch: Command, tmp_path: Path
-) -> None:
-    for path in (tmp_path, tmp_path / "no" / "such.jsonl"):
-        run = cbatch("generate", "def f():", "--output", path)
-        assert run.status == 2 and f"--output: {path} cannot be written" in run.err
 
 
 def test_a_lone_surrogate_is_escaped_as_in_json(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""`cbatch serve` in a process: the demo pair, a request, a stop signal."""
+"""`cbatch serve` in a process: requests, the port, too little of something, and stop signals."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -19,8 +20,10 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from cbatch.cli.serve import ENGINE_LOST
+from cbatch.cli.serve import ENGINE_LOST, bind, listen
+from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
+from cbatch.process import spawn
 from cbatch.server.protocol.errors import EngineLostError
 from tests.cli.conftest import Run
 from tests.kv_events.client import subscribed
@@ -130,7 +133,7 @@ def test_a_lost_engine_is_the_last_log_line_and_sets_the_exit_status(
     assert last.getMessage().startswith("the engine died 8 times without a token; the server exits")
 
 
-@pytest.mark.parametrize("files", [8, 64, 256])
+@pytest.mark.parametrize("files", [8, 256])
 def test_too_few_open_files_are_reported_in_a_line(files: int) -> None:
     """The event loop needs some files before the check."""
     command = f"ulimit -n {files}; exec {sys.executable} -m cbatch.cli.main serve --port 0"
@@ -139,7 +142,121 @@ def test_too_few_open_files_are_reported_in_a_line(files: int) -> None:
     assert f"open files: this process may have {files}" in done.stderr
 
 
-def test_an_origin_without_a_scheme_is_rejected(cbatch: Callable[..., Run]) -> None:
-    done = cbatch("serve", "--cors-origin", "localhost:3000")
-    assert done.status == 2
-    assert "--cors-origin: 'localhost:3000' is not an origin; give a scheme" in done.err
+HOST = "127.0.0.1"
+JSON = {"Content-Type": "application/json"}
+COMMAND = [sys.executable, "-m", "cbatch.cli.main", "serve", "--kv-cache-memory-bytes", "20M"]
+
+
+def started(*options: str, before: str = "", **environment: str) -> subprocess.Popen[str]:
+    """Start a server, after a shell's command if there is one."""
+    command = ["sh", "-c", f'{before or ":"}; exec "$@"', "sh", *COMMAND, *options]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+def lines_of(process: subprocess.Popen[str]) -> list[str]:
+    """Return what a server that refuses to start says."""
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2, said
+    return said.splitlines()
+
+
+# ---- the port ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [HOST, "0.0.0.0"])
+def test_a_port_is_taken_from_the_moment_that_a_server_starts(other: str) -> None:
+    with bind(HOST, 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((HOST, port))
+        for _ in range(2):
+            with pytest.raises(FieldError, match=f"port: {port} is taken"):
+                bind(other, port)
+            listen(first, HOST, port, 8)
+        socket.create_connection((HOST, port)).close()
+
+
+def test_a_server_may_start_where_connections_of_an_earlier_one_are_closing() -> None:
+    with bind(HOST, 0) as first:
+        port = first.getsockname()[1]
+        listen(first, HOST, port, 8)
+        client = socket.create_connection((HOST, port))
+        first.accept()[0].close()  # the side that closes first keeps the port for a minute
+        assert client.recv(1) == b""
+        client.close()
+    with bind(HOST, port) as second:
+        with pytest.raises(FieldError, match="is taken"):
+            bind(HOST, port)
+        listen(second, HOST, port, 8)
+
+
+# ---- too little of something ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("ulimit -v 300000", "cbatch: memory: .*--kv-cache-memory-bytes.*ulimit -v"),
+        ("ulimit -f 64", r"cbatch: the engine cannot be started \(.*File too large\); see TMPDIR"),
+    ],
+)
+def test_too_little_memory_or_disk_is_reported_in_a_line(limit: str, said: str) -> None:
+    (line,) = lines_of(started("--port", "0", before=limit))
+    assert re.match(said, line), line
+
+
+@pytest.mark.parametrize("kib", [500_000, 760_000])
+def test_no_limit_of_address_space_gives_a_traceback(kib: int) -> None:
+    """C libraries may print more lines before the last."""
+    limited = started("--kv-cache-memory-bytes", "4G", "--port", "0", before=f"ulimit -v {kib}")
+    lines = lines_of(limited)
+    assert re.match("cbatch: .*ulimit -v", lines[-1]) and not lines[-1].endswith("Error"), lines
+    assert not any("Traceback" in line for line in lines), lines
+
+
+# ---- the engine's process ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [("--max-num-seqss", "4"), ("--chat-template", "/none/such")])
+def test_a_server_that_is_refused_leaves_no_process(
+    cbatch: Callable[..., Run], flags: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    kept = spawn.SpawnedProcess.__init__
+
+    def noted(self: spawn.SpawnedProcess, **options: bool) -> None:
+        kept(self, **options)
+        made.append(self.process.pid)
+
+    monkeypatch.setattr(spawn.SpawnedProcess, "__init__", noted)
+    try:
+        assert cbatch("serve", *flags).status == 2
+    except SystemExit as error:  # of argparse
+        assert error.code == 2
+    (pid,) = made
+    assert pid not in {each.pid for each in multiprocessing.active_children()}
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGINT])
+def test_a_signal_ends_the_server_after_its_open_calls(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """The temporary folder has a name that is too long for a socket."""
+    folder = tmp_path / ("d" * 120)
+    folder.mkdir()
+    options = ("--port", "0", "--lookahead", "off", "--kv-cache-memory-bytes", "20M")
+    with serve(*options, environment={"TMPDIR": str(folder)}) as (process, where, _):
+        body = {"prompt": "x = [", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        call = Request(f"{where}/v1/completions", json.dumps(body).encode(), JSON)
+        begun = urlopen(call, timeout=120)
+        assert begun.readline().startswith(b"data: ")
+        process.send_signal(number)
+        assert begun.read().rstrip().endswith(b"data: [DONE]")
+        assert process.wait(timeout=60) == 0

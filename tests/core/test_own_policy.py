@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.build import (
-    build_policy,
     lookahead_name,
     parse_lookahead,
     policy_class,
@@ -99,8 +96,8 @@ def test_a_choice_that_cannot_be_is_named(choice: np.ndarray) -> None:
     ("name", "problem"),
     [
         ("greedy", "is not known"),
-        ("goodput:", "is not known"),
-        ("goodput:many", "cannot be imported"),
+        ("greedy:", "is not known"),
+        ("greedy:many", "cannot be imported"),
         ("no_such_module:Policy", "cannot be imported"),
         (f"{__name__}:NoSuch", "cannot be imported"),
         (f"{__name__}:NAME", "is not a policy"),
@@ -119,15 +116,6 @@ def test_names_that_are_none(name: str, problem: str) -> None:
 def test_names_with_k(name: str, policy: str, k: int) -> None:
     config = parse_lookahead(name)
     assert (config.policy, config.k, lookahead_name(config)) == (policy, k, f"{policy}:{k}")
-
-
-def test_the_old_name_of_adaptive_is_accepted() -> None:
-    """On the command line, in a configuration, and in recorded JSON."""
-    recorded = msgspec.json.decode(b'{"policy": "goodput", "k": 6}', type=LookaheadConfig)
-    for config in (parse_lookahead("goodput:6"), LookaheadConfig(policy="goodput", k=6), recorded):
-        assert config == LookaheadConfig(policy="adaptive", k=6)
-        assert lookahead_name(config) == "adaptive:6"
-        assert isinstance(build_policy(config, PolicyLimits(1, 8)), AdaptivePolicy)
 
 
 def test_ours_are_not_checked_again() -> None:

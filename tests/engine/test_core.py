@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
-from cbatch import FieldError, FinishReason, SamplingParams
+from cbatch import FieldError, FinishReason
 from cbatch.engine.core import EngineCore, StepOutput
 from tests.checking.invariants import check_scheduler
-from tests.engine.late import held_kernels
 from tests.helpers import make_request
 from tests.toy_engine import make_engine
 
@@ -76,27 +73,3 @@ def test_requests_that_can_neither_run_nor_end_are_an_error(
     assert len(core.step().rows) == 1, "what has ended comes first"
     with pytest.raises(RuntimeError, match="cannot plan"):
         core.step()
-
-
-def test_a_rejected_choice_removes_the_other_choices_that_wait_for_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = held_kernels(tmp_path, monkeypatch)
-    engine = make_engine(background_kernels=late.kernels)
-    add = engine.core.add
-
-    def refusing(request: object, output: tuple[int, ...] = ()) -> None:
-        if getattr(request, "choice", 0) == 2:
-            raise FieldError("request_id", "is running", "use another")
-        add(request, output)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine.core, "add", refusing)
-    for params in (SamplingParams(n=3, logit_bias={5: 1.0}), SamplingParams(n=3)):
-        with pytest.raises(FieldError, match="is running"):
-            engine.add([5, 6], params)
-        assert (
-            not engine.core.waiting_for_kernels
-            and not engine.scheduler.has_work
-            and not engine.has_work
-        )
-    late.end_all()

@@ -81,24 +81,19 @@ def medusa(folder: Path, scale: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.3])
-def test_medusa_heads_with_random_guesses_are_rejected(scale, tmp_path):
+def test_medusa_heads_change_no_text_and_bad_ones_are_rejected(tmp_path, monkeypatch):
+    """The heads are untrained: their self-test rejects them, and hardly any draft is accepted."""
+    folder = medusa(tmp_path / "heads", 0.0)
     with pytest.raises(FieldError, match=r"2 medusa heads; .*always guessing the same token"):
-        load_engine(TARGET, medusa(tmp_path / "heads", scale))
-
-
-def test_medusa_heads_draft_and_change_no_text(tmp_path, monkeypatch):
-    """The heads are untrained, so that hardly any draft is accepted, and their self-test would
-    reject them."""
+        load_engine(TARGET, folder)
     monkeypatch.setattr(self_test.HeadTrial, "is_chance", False)
     plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(PROMPTS, GREEDY)
-    llm = LLM(TARGET, medusa(tmp_path / "heads", 0.0), lookahead="fixed:2", max_num_seqs=6)
+    llm = LLM(TARGET, folder, lookahead="fixed:2", max_num_seqs=6)
     for _ in range(2):  # without, then with prefix hits
         completions = llm.generate(PROMPTS, GREEDY)
         assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
     stats = llm.engine.stats.speculation
     assert stats.drafted_tokens > 0 and stats.rejections > 0
-    assert llm.engine.scheduler.stats.prefix_hit_tokens > 0
 
 
 @needs_compiler
@@ -143,15 +138,6 @@ def test_a_head_of_a_quantised_model_is_quantised(tmp_path):
     assert not torch.equal(*heads)
     assert (heads[0] - heads[1]).abs().mean() < 0.1 * heads[0].std()
     assert (heads[0].argmax(-1) == heads[1].argmax(-1)).float().mean() > 0.9
-
-
-def test_a_head_of_another_model_is_rejected_before_anything_loads(tmp_path):
-    head = shutil.copytree(demo_head(), tmp_path / "head")
-    config = json.loads((head / "config.json").read_text())
-    config["transformer_layer_config"]["vocab_size"] = 32000
-    (head / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="vocab_size: 32000 is not the target's vocabulary"):
-        load_engine(TARGET, head)
 
 
 @needs_compiler

@@ -4,8 +4,7 @@ import pytest
 
 from cbatch.core.request.request import FinishReason
 from cbatch.engine.loop import MAX_CONSECUTIVE_FAULTS, StepLoop
-from tests.checking.clock import VirtualClock
-from tests.checking.executor import Faults, ScriptedFault
+from tests.checking.executor import Faults
 from tests.checking.kv import ContractBreachError
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
@@ -155,25 +154,3 @@ def test_a_bug_of_the_scheduler_is_not_handled_as_a_fault(depth):
     world.executor._target_kv.clear()  # as if the blocks belonged to another row
     with pytest.raises(ContractBreachError):
         world.step()
-
-
-@pytest.mark.parametrize("depth", [2, -1])
-def test_other_depths_are_rejected(depth):
-    world = World()
-    with pytest.raises(ValueError, match="depth"):
-        StepLoop(world.scheduler, world.executor, clock=VirtualClock(), depth=depth)
-
-
-def test_depth_1_needs_submit():
-    class Serial:
-        def check(self, request):
-            pass
-
-        def run(self, plan):
-            raise ScriptedFault
-
-        def reset(self):
-            pass
-
-    with pytest.raises(TypeError, match="submit"):
-        StepLoop(World().scheduler, Serial(), clock=VirtualClock(), depth=1)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cbatch import LLM, FinishReason, SamplingParams
 from cbatch.core.request.errors import FieldError
-from cbatch.demo import demo_paths, demo_prompts
-from cbatch.engine import model_files
 from cbatch.engine.model_files import (
     chat_template_of,
     find_model,
@@ -21,8 +18,7 @@ from cbatch.engine.model_files import (
 from cbatch.engine.packaged import PACKAGED, PackagedModel
 from cbatch.runtime.model import gguf_file
 from cbatch.text import TokenizerError
-from tests.cli.test_serve import post, serve
-from tests.gguf_files import BF16, Q8_0, convert, gguf_bytes
+from tests.gguf_files import Q8_0, convert, gguf_bytes
 from tests.runtime.hf_models import build
 from tests.smollm2 import needs_smollm2
 from tests.text.test_gguf_tokenizer import BYTE_LEVEL
@@ -41,22 +37,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = {"tokenizer.chat_template": TEMPLATE, "tokenizer.ggml.add_bos_token": True}
     path.write_bytes(gguf_bytes(values | BYTE_LEVEL | more, tensors))
     return path
-
-
-def test_a_gguf_target_with_a_draft_of_another_type(tmp_path: Path) -> None:
-    """A GGUF file with the demo pair's weights gives the same tokens, also with a draft of eight
-    bits."""
-    paths = [tmp_path / "target.gguf", tmp_path / "draft.gguf"]
-    for model, path, kind in zip(demo_paths(), paths, (BF16, Q8_0), strict=True):
-        path.write_bytes(gguf_bytes(*convert(model, kind)))
-    tokenizer = tokenizer_of(demo_paths()[0])
-    prompts = [tokenizer.encode(prompt) for prompt in demo_prompts()[:3]]
-    options: dict[str, Any] = {"lookahead": "fixed:3", "max_num_seqs": 4, "tokenizer": "none"}
-    params = SamplingParams(max_tokens=24, temperature=0)
-    expected = LLM(demo_paths()[0], **options).generate(prompts, params)
-    got = LLM(*paths, **options).generate(prompts, params)
-    assert [each.token_ids for each in got] == [each.token_ids for each in expected]
-    assert sum(each.speculation.accepted_tokens for each in got) > 10
 
 
 def test_text_in_and_out(tiny: Path) -> None:
@@ -100,19 +80,6 @@ def test_a_draft_has_its_targets_tokenizer(tiny: Path, tmp_path: Path) -> None:
         LLM(tiny, draft=tmp_path / "model.gguf")
 
 
-@pytest.mark.slow
-def test_a_server_with_a_gguf_file(tiny: Path) -> None:
-    options = ("--port", "0", "--lookahead", "off", "--max-num-seqs", "2")
-    with serve(tiny, *options, environment={}) as (_, where, log):
-        assert f"serving tiny.gguf on {where}" in log
-        body = {"prompt": "for item", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
-        (choice,) = post(f"{where}/v1/completions", body, "-")["choices"]
-        (expected,) = LLM(tiny, lookahead="off").generate("for item", GREEDY)
-        assert choice["text"] == expected.text
-        chat = {"messages": [{"role": "user", "content": "for item"}], "max_tokens": 3}
-        assert post(f"{where}/v1/chat/completions", chat, "-")["usage"]["prompt_tokens"] == 3
-
-
 def test_models_by_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(PACKAGED, "tiny", PackagedModel("tiny.gguf", "", 1, {}))
@@ -133,69 +100,8 @@ def test_models_by_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # Token ids by llama.cpp for the same file.
-ENCODED: dict[str, list[int]] = {
-    "Hello, y'all! How are you 😁 ?我想在apple工作1314151天～": [
-        19556,
-        28,
-        329,
-        23,
-        449,
-        17,
-        1073,
-        359,
-        346,
-        40303,
-        219,
-        9148,
-        19805,
-        235,
-        177,
-        221,
-        128,
-        32632,
-        21949,
-        36149,
-        115,
-        40994,
-        33,
-        35,
-        33,
-        36,
-        33,
-        37,
-        33,
-        18614,
-        119,
-        186,
-        138,
-        248,
-    ],
+ENCODED = {
     "  leading spaces and\ttabs\n\n\n  x": [216, 2899, 5600, 284, 197, 100, 7366, 1116, 3805, 1792],
-    "it's 2024-01-01, 12345 <|im_end|> done": [
-        269,
-        506,
-        216,
-        34,
-        32,
-        34,
-        36,
-        29,
-        32,
-        33,
-        29,
-        32,
-        33,
-        28,
-        216,
-        33,
-        34,
-        35,
-        36,
-        37,
-        216,
-        2,
-        2294,
-    ],
     "Việt Nam ĐẸP": [43298, 25275, 225, 100, 18620, 24488, 234, 31604, 133, 64],
 }
 # Greedy output of llama.cpp for the same file in fp32.
@@ -212,13 +118,6 @@ def test_smollm2_encodes_as_llama_cpp() -> None:
     for text, ids in ENCODED.items():
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-def test_a_packaged_model_needs_no_hub(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    downloads: list[tuple[str, ...]] = []
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names: downloads.append(names))
-    monkeypatch.setattr(model_files, "find_model", lambda name: tiny)
-    assert chat_template_of("smollm2") is not None and not downloads
 
 
 @needs_smollm2

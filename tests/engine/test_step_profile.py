@@ -8,11 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cbatch import LLM, SamplingParams
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.demo import demo_paths
 from cbatch.engine.prices.startup import can_profile, profile_costs, shapes_for
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.system.cache import cached_result
@@ -73,6 +71,9 @@ def test_shapes_fit_slots_pool_and_context():
     assert shapes and all(s.num_drafts == 0 for s in shapes), "without a draft"
     assert max(s.rows for s in shapes) == 2, "two sequences of 66 tokens fill 12 blocks"
     assert max(s.tokens for s in shapes) == 8
+    assert can_profile(small) and not can_profile(
+        msgspec.structs.replace(CONFIG, max_model_len=64, draft_context_tokens=64)
+    )
 
 
 def test_a_profile_is_measured_and_leaves_no_state():
@@ -119,16 +120,3 @@ def test_a_profile_is_cached_by_its_conditions(tmp_path, caplog):
     (tmp_path / "file").touch()
     assert cached(key, tmp_path / "file" / "costs") == made[-1]
     assert len(made) == 4 and "could not be cached" in caplog.text
-
-
-def test_an_engine_with_a_context_too_short_for_profiling_works():
-    """Prices are then learned while serving."""
-    model, draft = demo_paths()
-    texts = []
-    for lookahead in ("adaptive", "off"):
-        llm = LLM(model, draft=draft, lookahead=lookahead, max_model_len=64)
-        config = llm.engine.scheduler.config
-        assert not can_profile(config) and config.cost_profile is None
-        params = SamplingParams(temperature=0.0, max_tokens=24)
-        texts.append(llm.generate(["def add(a, b):"] * 2, params)[0].text)
-    assert texts[0] == texts[1]

@@ -4,20 +4,16 @@ stated reason."""
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 import pytest
 import torch
 
 from cbatch import LLM, EngineOptions, FieldError
-from cbatch.cli import demo
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
 from cbatch.engine.backends import default_device
 from cbatch.engine.build import load_engine
-from cbatch.engine.engine import Engine
-from cbatch.engine.info import EngineInfo
 from cbatch.runtime.backend import Requirements
 
 DEFAULT = Requirements("a model", block_size=16)
@@ -32,11 +28,6 @@ def seen_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_without_a_gpu_the_cpu_serves() -> None:
-    assert not torch.cuda.is_available(), "the test suite hides GPUs"
-    assert default_device(DEFAULT) == "cpu"
-
-
 def test_a_gpu_is_used_for_options_that_it_supports(seen_gpu: pytest.MonkeyPatch) -> None:
     assert default_device(DEFAULT) == "cuda"
     assert default_device(DEFAULT._replace(kv_cache_dtype="fp8")) == "cuda"
@@ -48,10 +39,7 @@ def test_a_gpu_is_used_for_options_that_it_supports(seen_gpu: pytest.MonkeyPatch
     ("device", "words"),
     [
         ("cuda", "'cuda' is not available: torch sees 0 GPUs"),
-        ("cuda:1", "'cuda:1' is not available: torch sees 0 GPUs"),
         ("cuda:x", "'cuda:x' is not supported; use auto, cpu, cuda"),
-        ("cuda:", "'cuda:' is not supported"),
-        ("tpu", "'tpu' is not supported"),
     ],
 )
 def test_a_missing_device_is_refused_by_name(
@@ -61,7 +49,7 @@ def test_a_missing_device_is_refused_by_name(
     assert capsys.readouterr().err.startswith(f"cbatch: --device: {words}")
 
 
-@pytest.mark.parametrize("field, value", [("block_size", 48), ("block_size", 4)])
+@pytest.mark.parametrize(("field", "value"), [("block_size", 48)])
 def test_the_cpu_is_used_for_options_that_a_gpu_does_not_support(
     seen_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, field: str, value: Any
 ) -> None:
@@ -89,24 +77,6 @@ def test_a_gpu_that_cannot_run_the_kernels_is_not_used(
             patch.setattr(name, value)
             assert default_device(DEFAULT) == "cpu"
         assert reason in caplog.text
-
-
-def test_the_demo_runs_on_a_machine_with_a_gpu(
-    seen_gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded: list[EngineInfo] = []
-
-    def load(*args: Any) -> tuple[Engine, EngineInfo]:
-        engine, info = load_engine(*args)
-        loaded.append(info)
-        return engine, info
-
-    seen_gpu.setattr(demo, "load_engine", load)
-    seen_gpu.setattr(demo, "chat", lambda *_: [])
-    assert main(["demo", "--prompts", "1", "--max-tokens", "4"]) == 0
-    assert [info.device for info in loaded] == ["cpu"]
-    same_text = re.findall(r" (yes|no) │$", capsys.readouterr().out, re.MULTILINE)
-    assert set(same_text) == {"yes"}
 
 
 def test_fixtures_that_ask_for_invariance_load(seen_gpu: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from cbatch.core.scheduler.events import Added, Configured
 from cbatch.server.http.keys import KeyRing
 from cbatch.steplog.step_log import read_step_log
 from cbatch.text import ChatTemplate
-from tests.cli.test_settings import read
+from tests.cli.conftest import read_serve as read
 from tests.process.factories import SimFactory
 from tests.server.http_client import CHAT, COMPLETIONS, serving
 from tests.server.processes import call, serving_process

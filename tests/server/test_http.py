@@ -17,7 +17,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.text import ChatTemplate
-from tests.cli.test_settings import read
+from tests.cli.conftest import read_serve as read
 from tests.server.http_client import CHAT, COMPLETIONS, Client, call, serving
 from tests.server.raw_calls import exchange, run
 from tests.toy_engine import make_engine

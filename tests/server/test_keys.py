@@ -16,7 +16,7 @@ from cbatch.cli.settings import settings_of
 from cbatch.core.request.errors import FieldError
 from cbatch.server.http.keys import KeyRing, digest, read_keys
 from cbatch.text import ChatTemplate
-from tests.cli.test_settings import read
+from tests.cli.conftest import read_serve as read
 from tests.server.http_client import JSON, Client, call, serving
 from tests.server.test_access_log import Lines
 from tests.toy_engine import make_engine

@@ -12,7 +12,6 @@ from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.typed import OLD_NAMES
 
 FORMAT, VERSION = "cbatch-calibration", 5
 
@@ -55,9 +54,7 @@ def decode_calibration(document: bytes) -> Calibration:
     if header.format == FORMAT and header.version != VERSION:
         problem = f"is of version {header.version}, not {VERSION}"
         raise FieldError("calibration", problem, "calibrate again with this version of cbatch")
-    calibration = msgspec.json.decode(document, type=Calibration)
-    engine = {OLD_NAMES.get(name, name): value for name, value in calibration.engine.items()}
-    return msgspec.structs.replace(calibration, engine=engine)
+    return msgspec.json.decode(document, type=Calibration)
 
 
 def accuracy(prices: CostProfile, samples: Sequence[StepSample]) -> Accuracy:

@@ -14,22 +14,6 @@ from msgspec.structs import FieldInfo
 
 from cbatch.core.request.errors import FieldError, short
 
-# Old name of an option to its new name. Old names are accepted with a warning, and in old files.
-OLD_NAMES = {
-    "block_size_tokens": "block_size",
-    "kv_memory": "kv_cache_memory_bytes",
-    "kv_memory_bytes": "kv_cache_memory_bytes",
-    "max_model_tokens": "max_model_len",
-    "max_slots": "max_num_seqs",
-    "memory_share": "gpu_memory_utilization",
-    "prefix_cache": "enable_prefix_caching",
-    "queue_policy": "scheduling_policy",
-    "served_name": "served_model_name",
-    "step_budget": "max_num_batched_tokens",
-    "step_budget_tokens": "max_num_batched_tokens",
-    "tensor_parallel": "tensor_parallel_size",
-    "tool_parser": "tool_call_parser",
-}
 _fields = functools.cache(msgspec.structs.fields)
 
 
@@ -37,24 +21,16 @@ def knob(group: str, text: str, metavar: str | None = None, **more: Any) -> Meta
     """Mark a field that an operator may set: `cbatch.cli.settings` gives it a flag, an environment
     variable and a TOML key. `group` and `text` are for the help. Other keywords are for a setting
     that differs from its field: its `name`, hidden `aliases`, `type`, and the `default` to show in
-    place of None. `units` maps a setting's name to its unit, as a multiple of the field's unit."""
+    place of None."""
     return Meta(description=text, extra={"group": group, "metavar": metavar, **more})
 
 
 def names_of(field: FieldInfo) -> tuple[str, ...]:
-    """Return all names of a field's setting: its own name, aliases and old names. A switch has each
-    of them also with the prefix `no_`, which turns it off."""
+    """Return the name of a field's setting, then its aliases."""
     more = mark_of(field).extra or {}
     # A flag takes one id of a list at a time, so its name is in the singular.
     singular = field.name.removesuffix("s") if field.name.endswith("_ids") else field.name
-    name = more.get("name", singular)
-    names = (
-        name,
-        *more.get("aliases", ()),
-        *(old for old, new in OLD_NAMES.items() if new == name),
-    )
-    switch = bool in types_of(more.get("type", field.type))
-    return (*names, *(f"no_{name}" for name in names if switch))
+    return more.get("name", singular), *more.get("aliases", ())
 
 
 def mark_of(field: FieldInfo) -> Meta:

@@ -17,7 +17,6 @@ _POLICIES = {
     "fixed": FixedPolicy,
     "ema": EmaPolicy,
     "adaptive": AdaptivePolicy,
-    "goodput": AdaptivePolicy,  # old name of `adaptive`
 }
 _FIXED_K, _MAX_K = 4, 8  # defaults of k: the number of drafts of `fixed`, the cap of the others
 _REMEDY = (

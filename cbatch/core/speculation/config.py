@@ -11,9 +11,9 @@ MAX_DRAFTS = 32  # most drafts of a sequence in a step
 
 
 class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The policy that chooses each slot's k: `off`, `fixed`, `ema`, `adaptive` (`goodput` in
-    old files), or `module:Class`, a `LookaheadPolicy` of your own. `k` is the number of drafts of
-    `fixed`, and the maximum of the other policies."""
+    """The policy that chooses each slot's k: `off`, `fixed`, `ema`, `adaptive`, or
+    `module:Class`, a `LookaheadPolicy` of your own. `k` is the number of drafts of `fixed`, and
+    the maximum of the other policies."""
 
     policy: str = "off"
     k: int = 4
@@ -28,8 +28,6 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         convert_fields(self)
-        if self.policy == "goodput":
-            msgspec.structs.force_setattr(self, "policy", "adaptive")
         for field, ok, remedy in (
             ("lookahead.k", 1 <= self.k <= MAX_DRAFTS, "use 1 to 32; policy `off` drafts nothing"),
             ("lookahead.decay", 0 < self.decay < 1, "use a number in (0, 1)"),

@@ -6,7 +6,9 @@ verification are all timed. Their sequences are synthetic and need no prefill.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +45,9 @@ _PERIOD_TOKENS = 16  # period of the repeated text for lookups
 _EQUAL_STEPS = 5
 _SETTLING_S = 0.01
 _MAX_ROUNDS = 15  # after the warm-up round
-_BUDGET_S = 3.0  # default time for all measurements
+# Seconds for all measurements (default: 3), and the folder that caches their results. Tests set
+# both, since costs that are measured while other tests run are not for a user's engines.
+_SECONDS, _FOLDER = "CBATCH_PROFILE_SECONDS", "CBATCH_COSTS"
 
 
 class StepShape(NamedTuple):
@@ -96,7 +100,9 @@ def with_prices(
     if not max_drafts(config):  # the executor has no drafter
         measured = msgspec.structs.replace(config, drafter=None, draft_context_tokens=None)
         key["drafter"] = ()
-    profile = cached_result("costs", key, CostProfile, lambda: profile_costs(executor, measured))
+    folder = Path(os.environ[_FOLDER]) if _FOLDER in os.environ else None
+    measure = partial(profile_costs, executor, measured)
+    profile = cached_result("costs", key, CostProfile, measure, folder)
     return msgspec.structs.replace(config, cost_profile=profile)
 
 
@@ -141,10 +147,12 @@ def max_drafts(config: SchedulerConfig) -> int:
 
 
 def profile_costs(
-    executor: Executor, config: SchedulerConfig, *, budget_s: float = _BUDGET_S
+    executor: Executor, config: SchedulerConfig, *, budget_s: float | None = None
 ) -> CostProfile:
     """Return prices measured in about `budget_s` seconds, with at least one step of each shape.
     Resets the executor. Without a drafter (`config.default_chain`) prices of drafting are 0."""
+    if budget_s is None:
+        budget_s = float(os.environ.get(_SECONDS, 3.0))
     samples = _StepRunner(executor, config).measure(shapes_for(config), budget_s)
     executor.reset()
     return fit_profile(samples, at_startup=True)

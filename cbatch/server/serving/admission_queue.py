@@ -70,10 +70,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_memory_bytes: Annotated[
         int,
         _limits(
-            "memory to render and tokenize a prompt",
-            "GIB",
-            name="prompt_memory",
-            units={"prompt_memory": 2**30},
+            "memory to render and tokenize a prompt, as 1G",
+            "BYTES",
         ),
     ] = 2**30
     sse_heartbeat_s: Annotated[

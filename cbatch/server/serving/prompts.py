@@ -101,7 +101,7 @@ class PromptReader:
 
     def _limit_error(self, field: str, error: WorkerDiedError) -> FieldError:
         limit = f"{self._limits.memory_bytes >> 20} MiB"
-        remedy = "--prompt-memory"
+        remedy = "--prompt-memory-bytes"
         if error.overran:
             limit = f"{self._limits.cpu_s:g} s of CPU time"
             remedy = "--prompt-timeout"
