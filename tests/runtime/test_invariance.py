@@ -21,6 +21,7 @@ from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from tests.runtime.engines import PricedExecutor, Run, make_request, run_engine
 from tests.runtime.pairs import VOCAB, tiny_model
+from triton_kernels.noise import host as noise
 
 NOISE = 0.08  # moves the draft's weights so far that about half of its tokens are accepted
 COUPLED: tuple[dict[str, Any], ...] = (
@@ -62,9 +63,9 @@ class UnsteadyExecutor(PricedExecutor):
 
 
 def run(kind: str, /, **settings: Any) -> Run:
-    noise, dtype = settings.pop("noise", NOISE), DTYPES[kind]
+    moved, dtype = settings.pop("noise", NOISE), DTYPES[kind]
     speculates = settings.get("lookahead", "off") != "off"
-    draft = tiny_model(noise=noise, dtype=dtype) if speculates else None
+    draft = tiny_model(noise=moved, dtype=dtype) if speculates else None
     requested = requests("coupled" if kind == "coupled" else None)
     return run_engine(requested, tiny_model(dtype=dtype), draft, **settings)
 
@@ -184,6 +185,56 @@ def test_sampled_tokens_without_drafts() -> None:
     }
     together = run_engine(requested, tiny_model(), **varied)
     assert together.outputs == alone.outputs and together.scheduler.stats.preemptions > 0
+
+
+def test_a_coupled_draft_shares_the_noise_of_the_target() -> None:
+    """A draft that is the target agrees at every position."""
+    same = run("coupled", lookahead="fixed:3", noise=0.0)
+    assert same.acceptance == 1 and same.outputs == plain("coupled").outputs
+
+
+def test_noise_of_the_batch_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the stream is keyed by row instead of position, and a batch differs from the base."""
+
+    def by_row(real: Any) -> Any:
+        return lambda keys, at, *rest: real(keys, torch.arange(len(at)) + at[:1], *rest)
+
+    base = plain("coupled")
+    for name in ("words_of", "token_words"):
+        monkeypatch.setattr(noise, name, by_row(getattr(noise, name)))
+    assert run("coupled", lookahead="fixed:3").outputs != base.outputs
+
+
+def test_modes_share_a_step() -> None:
+    """Greedy, coupled and rejection rows share batches, each as if it were alone in its mode."""
+    modes = requests("rejection"), requests("coupled")
+    mixed = [modes[i % 3 != 0][i] for i in range(len(COUPLED))]
+    models = tiny_model(), tiny_model(noise=NOISE)
+    # Enough budget for all drafts.
+    settings = {"lookahead": "fixed:4", "max_num_batched_tokens": 1024}
+    together = run_engine(mixed, *models, **settings)
+    assert (together.accepted >= 2).any() and (together.accepted < together.drafted).any()
+    for i in (0, 3, 5, 7):
+        assert (
+            together.outputs[f"r{i}"]
+            == run_engine([mixed[i]], *models, **settings).outputs[f"r{i}"]
+        )
+    # Only tokens of rejection rows depend on drafts (r7 is greedy).
+    for i in range(8):
+        same = together.outputs[f"r{i}"] == plain("coupled").outputs[f"r{i}"]
+        assert same == (i % 3 != 0)
+
+
+def test_a_seed_of_the_caller_couples() -> None:
+    """With `auto` a seed of the caller couples; other requests are verified by rejection."""
+    base = requests("coupled")[0]
+    for seed in (None, base.seed):
+        params = structs.replace(base.params, verification="auto", seed=seed)
+        seeded = structs.replace(base, params=params)
+        outputs = run_engine(
+            [seeded], tiny_model(), tiny_model(noise=NOISE), lookahead="fixed:3"
+        ).outputs
+        assert (outputs["r0"] == plain("coupled").outputs["r0"]) == (seed is not None)
 
 
 def test_a_wrong_bit_is_noticed() -> None:

@@ -24,7 +24,6 @@ VOCAB = 20_011  # of several rows: long enough that torch splits operations, and
 SAMPLED: dict[str, dict[str, Any]] = {
     "rejection": {"verification": "rejection"},
     "coupled": {"verification": "coupled", "top_p": 0.9},
-    "block": {"verification": "block", "top_k": 50},
     "filtered": {"min_p": 0.01, "top_p": 0.8},
     "penalties": {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "logprobs": 3},
     "greedy": {"temperature": 0.0, "logit_bias": {5: 2.0}},
