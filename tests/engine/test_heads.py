@@ -27,8 +27,8 @@ from cbatch.runtime.drafting.heads.trial import best_reading
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
+from tests.runtime.made_heads import Cold
 from tests.runtime.marks import needs_compiler
-from tests.runtime.test_eagle import Cold
 from tests.smollm2 import needs_smollm2
 
 TARGET = demo_paths()[0]
@@ -81,10 +81,9 @@ def medusa(folder: Path, scale: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.3])
-def test_medusa_heads_with_random_guesses_are_rejected(scale, tmp_path):
+def test_medusa_heads_with_random_guesses_are_rejected(tmp_path):
     with pytest.raises(FieldError, match=r"2 medusa heads; .*always guessing the same token"):
-        load_engine(TARGET, medusa(tmp_path / "heads", scale))
+        load_engine(TARGET, medusa(tmp_path / "heads", 0.3))
 
 
 def test_medusa_heads_draft_and_change_no_text(tmp_path, monkeypatch):
@@ -143,15 +142,6 @@ def test_a_head_of_a_quantised_model_is_quantised(tmp_path):
     assert not torch.equal(*heads)
     assert (heads[0] - heads[1]).abs().mean() < 0.1 * heads[0].std()
     assert (heads[0].argmax(-1) == heads[1].argmax(-1)).float().mean() > 0.9
-
-
-def test_a_head_of_another_model_is_rejected_before_anything_loads(tmp_path):
-    head = shutil.copytree(demo_head(), tmp_path / "head")
-    config = json.loads((head / "config.json").read_text())
-    config["transformer_layer_config"]["vocab_size"] = 32000
-    (head / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="vocab_size: 32000 is not the target's vocabulary"):
-        load_engine(TARGET, head)
 
 
 @needs_compiler

@@ -64,7 +64,7 @@ def random_request(
 
     fields: dict[str, object] = {
         "temperature": rng.choice([0.0, 0.6, 1.0, 1.7], p=[0.1, 0.3, 0.3, 0.3]),
-        "verification": str(rng.choice(["rejection", "block", "coupled"])),
+        "verification": str(rng.choice(["rejection", "coupled"])),
         "max_tokens": 100,
     }
     if filters:
