@@ -11,24 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from cbatch.runtime.compiled import (
-    CompiledProduct,
-    build,
-    builds,
-    compiler,
-    compiles,
-    find_compiler,
-)
+from cbatch.runtime.compiled import build, builds, compiler, find_compiler
 from cbatch.runtime.compiled.compiler import Compiler
 from tests.runtime.marks import needs_compiler, without_compilers
-
-
-def test_what_it_does_not_compute() -> None:
-    assert not compiles(torch.float16)
-    with pytest.raises(ValueError, match="weight"):
-        CompiledProduct(torch.zeros(8, 48, dtype=torch.float16), None, None)
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"head_dim": 64, "num_key_value_heads": 4}),
     "qwen2": ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4}),
+    "narrow": ("mistral", {"sliding_window": 37}),
+    "itself": ("mistral", {"sliding_window": 1, "head_dim": 8}),
     "qwen3": ("qwen3", {"head_dim": 128}),
-    "tiny_heads": ("llama", {"head_dim": 8}),
     "one_head": ("llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}),
 }
 pytestmark = pytest.mark.skipif(
@@ -49,29 +50,30 @@ def cache(model: Model, block_size: int = 16) -> KVCache:
     return KVCache(model.config, 1500 // block_size, block_size, model.dtype, model.device)
 
 
-@pytest.mark.usefixtures("decoder_pass")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str) -> None:
+def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str, decoder_pass: str) -> None:
     """Sequences are longer than two segments of values (128) and windows (70 and 90); query lengths
     fall on both sides of every cut."""
     model = loaded(tmp_path, shape, dtype)
     sequences = [tokens_of(i, n) for i, n in enumerate((150, 37, 301))]
     expected: Tensor | None = None
     few = (60, 1, 240)
-    sizes = [([301], ()), ([1], few), ([2, 3], few), ([33, 5, 8], ())]
-    sizes += [([129, 31, 32], ()), ([64, 1, 1, 17], ())]
+    sizes = [([301], ()), ([1], few), ([33, 5, 8], ()), ([129, 31, 32], ()), ([64, 1, 17], ())]
     for seed, (chunks, firsts) in enumerate(sizes):
         kv = cache(model)
+        if decoder_pass == "compiled":
+            kv.data[:, :, :, : kv.num_blocks] = float("nan")  # left over from an earlier owner
         logits = run_all(model, kv, paged(kv, sequences, seed), chunks, firsts)
         expected = logits if expected is None else expected
         assert torch.equal(logits, expected), f"chunks {chunks}"
 
 
 @pytest.mark.usefixtures("decoder_pass")
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "threads"),
+    [("llama", "float32", 1), ("qwen3", "bfloat16", 1), ("llama", "bfloat16", 2)],
+)
 def test_company(tmp_path: Path, shape: str, dtype: str, threads: int) -> None:
     """A row is alone, then among 1 to 40 others that bring 1 to 12 tokens each, or a chunk."""
     torch.set_num_threads(threads)
@@ -167,8 +169,9 @@ MACHINES = {
 
 @needs_compiler
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("mode", ["auto", "invariant", "fast"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("auto", "float32"), ("invariant", "bfloat16"), ("fast", "bfloat16")]
+)
 def test_no_clock_has_a_say_in_what_computes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cbatch.runtime.model.config import RopeConfig
 from cbatch.runtime.model.config_json import load_config
-from cbatch.runtime.model.rope import RotaryTable, interleave_halves, inverse_frequencies
+from cbatch.runtime.model.rope import RotaryTable, inverse_frequencies
 from tests.runtime.hf_models import ROPE, build
 
 FAR = 100_000
@@ -51,22 +51,3 @@ def test_factors_are_rounded_to_the_nearest_at_every_position(grown_to: int) -> 
     assert (factors[..., 0] == exact[0].astype(np.float32)).all()
     assert (factors[..., 1] == exact[1].astype(np.float32)).all()
     assert (torch.from_numpy(angles).cos().numpy() != factors[..., 0]).any()
-
-
-def test_scalings_differ(tmp_path: Path) -> None:
-    seen = []
-    for rope in ROPE:
-        build(tmp_path / rope, "llama", rope, num_hidden_layers=1, head_dim=64)
-        config = load_config(tmp_path / rope)
-        seen.append((*inverse_frequencies(config.rope, 64).tolist(), config.rope.attention_factor))
-    assert len(set(seen)) == len(ROPE)
-
-
-def test_interleaving_pairs_what_transformers_rotates_together() -> None:
-    weight = torch.arange(2 * 6).float()[:, None].expand(-1, 3)
-    for rope, order in (
-        (RopeConfig(), [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]),
-        (RopeConfig(share=0.7), [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]),  # 4 of 6
-        (RopeConfig(interleaved=True), list(range(12))),
-    ):
-        assert interleave_halves(weight, rope, 6)[:, 0].tolist() == order
