@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
-from cbatch.core.speculation.build import (
-    build_policy,
-    lookahead_name,
-    parse_lookahead,
-    policy_class,
-)
+from cbatch.core.speculation.build import lookahead_name, parse_lookahead, policy_class
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policies import EmaPolicy
 from cbatch.core.speculation.policy import (
@@ -119,15 +112,6 @@ def test_names_that_are_none(name: str, problem: str) -> None:
 def test_names_with_k(name: str, policy: str, k: int) -> None:
     config = parse_lookahead(name)
     assert (config.policy, config.k, lookahead_name(config)) == (policy, k, f"{policy}:{k}")
-
-
-def test_the_old_name_of_adaptive_is_accepted() -> None:
-    """On the command line, in a configuration, and in recorded JSON."""
-    recorded = msgspec.json.decode(b'{"policy": "goodput", "k": 6}', type=LookaheadConfig)
-    for config in (parse_lookahead("goodput:6"), LookaheadConfig(policy="goodput", k=6), recorded):
-        assert config == LookaheadConfig(policy="adaptive", k=6)
-        assert lookahead_name(config) == "adaptive:6"
-        assert isinstance(build_policy(config, PolicyLimits(1, 8)), AdaptivePolicy)
 
 
 def test_ours_are_not_checked_again() -> None:

@@ -25,7 +25,7 @@ def finish(request, known=(), **world_settings):
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-@pytest.mark.parametrize("known", [1, 7, 19])
+@pytest.mark.parametrize("known", [1, 19])
 def test_the_rest_is_what_it_would_have_been(depth, lookahead, known):
     request = make_request("r", 9, seed=3, max_tokens=20, min_tokens=5)
     expected, _ = finish(request)

@@ -143,13 +143,15 @@ class _GgufWalk:
     def name(self) -> None:
         """Take a name: it may become that of another key or tensor."""
         start = self.at
-        self.at += self.number(8)
+        size = self.number(8)
+        self.at += size
         self.names.append(self.content[start : self.at])
         self.fields.append(Field(start, self.at, self.names))
 
     def text(self) -> None:
         self.texts += 1  # one of a thousand is as good as another
-        self.at += self.number(8, is_field=self.texts % 50 == 0)
+        size = self.number(8, is_field=self.texts % 50 == 0)
+        self.at += size
 
     def value(self) -> None:
         start, kind = self.at, self.number(4)
