@@ -105,7 +105,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
     ),
     **{
         f"k = {k}": ({"lookahead": f"fixed:{k}"}, lambda r, k=k: r.drafted.max() == k)
-        for k in (1, 2, 5, 8)
+        for k in (1, 2, 8)
     },
     "a bad draft": ({"lookahead": "fixed:3", "noise": 0.5}, lambda r: r.acceptance < 0.4),
     "ema": ({"lookahead": "ema:6"}, ragged),
@@ -113,10 +113,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
     "tiny chunks": (
         {"lookahead": "fixed:2", "max_num_batched_tokens": 12},
         lambda r: mixed_steps(r) >= 4,
-    ),
-    "chunks": (
-        {"lookahead": "fixed:2", "max_num_batched_tokens": 40},
-        lambda r: mixed_steps(r) >= 1,
     ),
     "chunks by price": (  # the target leaves room for 8 to 32 tokens
         {

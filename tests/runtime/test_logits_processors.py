@@ -86,22 +86,9 @@ def check_chain(params: SamplingParams, prompt: list[int], moves: list[Any]) -> 
 
 
 @given(params_strategy, st.lists(token, max_size=20), moves_strategy)
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_shaping_follows_its_definition(params, prompt, moves):
     check_chain(params, prompt, moves)
-
-
-def test_penalties_grow_beyond_their_first_room():
-    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
-    chain = processors_of(params, (), [3], 1000)
-    tokens = np.random.default_rng(0).integers(0, 1000, 700).tolist()
-    for token in tokens:
-        chain.advance(token)
-    chain.rollback(300)
-    row = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    want = slow_shape(row.double().numpy(), params, (), [3], tokens[:400])
-    chain.shape(row)
-    assert np.allclose(row.numpy(), want, atol=1e-4) and len(set(tokens)) > 128
 
 
 # --- through the engine ---------------------------------------------------------------------------
