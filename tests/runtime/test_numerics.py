@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.compiled import build_name
-from cbatch.runtime.cpu import linear, numerics
+from cbatch.runtime.cpu import linear
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
-from cbatch.runtime.cpu.linear import NO_PADDING, Linear, Machine, ProductPlan
-from cbatch.runtime.cpu.numerics import resolve_numerics
+from cbatch.runtime.cpu.linear import (
+    NO_PADDING,
+    Linear,
+    Machine,
+    ProductPlan,
+    resolve_numerics,
+)
 from cbatch.runtime.cpu.products import Kind, packing_available
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config_json import load_config
@@ -208,7 +213,7 @@ def test_auto_is_invariant_where_every_product_is(
     def plan(shape: tuple[int, int], *where: object, **settings: object) -> ProductPlan:
         return ProductPlan(Kind.NATIVE, NO_PADDING, invariant[shape])
 
-    monkeypatch.setattr(numerics, "make_plan", plan)
+    monkeypatch.setattr(linear, "make_plan", plan)
     assert resolve_numerics("auto", config, torch.float32).mode == "invariant"
     invariant[min(invariant)] = False
     assert resolve_numerics("auto", config, torch.float32).mode == "fast"
