@@ -324,29 +324,6 @@ def test_a_row_without_drafts_among_others_gets_some_again() -> None:
     assert not refused[-50:].any(), "it drafts as the other does"
 
 
-def test_a_profile_of_another_day_is_found_out_soon() -> None:
-    """Steps without drafts are measured before much depends on them. The profile here says that
-    they take as long as steps with drafts, which makes drafts useless."""
-    machine = Machine(read_s=2e-3, token_s=1e-3)
-    profile = CostProfile((1, 64), (36.5e-3, 36.6e-3), draft_pass_s=machine.pass_s)
-    policy = AdaptivePolicy(
-        LookaheadConfig(policy="adaptive", k=DEPTH), PolicyLimits(4, 4 * (1 + DEPTH), profile)
-    )
-    caps, accepted = np.full(4, DEPTH, np.int32), np.array([1, 1, 0, 0], np.int32)
-    for slot in range(4):
-        policy.enter(slot, None)
-    drafting = np.zeros(100, dtype=np.bool_)
-    for step in range(100):
-        k = ask(policy, caps, 4 * DEPTH)
-        drafting[step] = k.any()
-        work = decoding(4, drafts=int(k.sum()), depth=int(k.max()))
-        target_s = float(machine.target_s(4 + int(k.sum())))
-        cost = StepSample(work, machine.pass_s * int(k.max()), target_s)
-        policy.observe(DraftedRows(slice(0, 4), k, np.minimum(accepted, k), cost))
-    assert drafting[:8].all(), "the profile is believed"
-    assert drafting[40:].mean() < 0.2, drafting.tolist()
-
-
 @pytest.mark.parametrize("new_prompts", [False, True])
 def test_that_the_drafter_reads_every_new_prompt_is_a_price_of_drafting(new_prompts: bool) -> None:
     """Drafts gain a tenth, and reading the prompts of newcomers takes twice that. Rows already read

@@ -60,10 +60,12 @@ def mutators(folder: Path) -> list[Make]:
     """Return a mutator for each good model, and check that all of these are served."""
     makers: list[Make] = []
     for name in MADE:
-        path, good = folder / f"{name}.gguf", gguf_bytes(*gguf_parts(name))
-        path.write_bytes(good)
+        path, (metadata, tensors) = folder / f"{name}.gguf", gguf_parts(name)
+        path.write_bytes(gguf_bytes(metadata, tensors))
         assert outcome(path) == SERVED, name
-        makers.append(partial(_mutated_file, good_gguf(good), path))
+        last_entry = 16 + 8 * len(list(tensors.values())[-1].shape)
+        good = good_gguf(path.read_bytes(), [*metadata, *tensors], last_entry)
+        makers.append(partial(_mutated_file, good, path))
     good_folder = folder / "good"
     good_folder.mkdir()
     make_directory(good_folder)

@@ -1,7 +1,6 @@
 """Corrupt model files: copies of a good one with a field replaced, bytes flipped, or cut.
 
-A walk over a good file finds its fields, so that mutations can target counts, lengths, offsets,
-types, values, the ends of fields, and the names of other tensors.
+Mutations target counts, lengths, types, values, the ends of fields, and the names of other tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 import random
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 EXTREMES = (0, 1, 2, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -21,8 +20,6 @@ ODD_JSON = [json.dumps(odd).encode() for odd in (*ODD, *EXTREMES, *REALS, *TEXTS
     b"[" * 100_000
 ]
 _JSON_VALUE = re.compile(rb'"(?:[^"\\]|\\.)*"(?!\s*:)|-?\d[\d.eE+-]*|true|false|null')
-_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY = 8, 9
 
 
 class Field(NamedTuple):
@@ -90,78 +87,33 @@ def good_safetensors(content: bytes) -> GoodFile:
     )
 
 
-def good_gguf(content: bytes) -> GoodFile:
-    walk = _GgufWalk(content)
-    start = walk.at + -walk.at % 32
+def good_gguf(content: bytes, names: Iterable[str], last_entry: int) -> GoodFile:
+    """Return a good file with the fields around the `names` of its keys and tensors: the length
+    before a name, the name, and the two numbers after it (type and size, or dimensions).
+    `last_entry`: bytes of the last tensor's entry after its name."""
+    known = [struct.pack("<Q", len(name)) + name.encode() for name in names]
+    numbers, fields, end = [(4, 8), (8, 16), (16, 24)], [], 0
+    for name in known:
+        at = content.index(name)
+        end = at + len(name)
+        fields += [Field(at, end, known), Field(end, end + 12, WHOLE_VALUES)]
+        numbers += [(at, at + 8), (end, end + 4), (end + 4, end + 12)]
+    for start, stop in numbers:
+        width, old = 8 * (stop - start), int.from_bytes(content[start:stop], "little")
+        near = (old + 1, old - 1, old * 2, old // 2, old + 32, old - 32, old ^ 1 << width - 1)
+        odd = [(n % (1 << width)).to_bytes(width // 8, "little") for n in (*near, *EXTREMES)]
+        fields.append(Field(start, stop, odd))
+    end += last_entry
 
     def join(head: bytes, data: bytes) -> bytes:
         """Keep the alignment of the data after a head of another length."""
         return head + bytes(-len(head) % 32) + data
 
-    return GoodFile(content[: walk.at], walk.fields, content[start:], join)
+    return GoodFile(content[:end], fields, content[end + -end % 32 :], join)
 
 
-def _gguf_values() -> list[bytes]:
-    """Return well-formed values of all types."""
-    values = [struct.pack("<IQ", 10, whole) for whole in EXTREMES]
-    values += [struct.pack("<Id", 12, real) for real in REALS]
-    values += [struct.pack("<IIQ2d", _ARRAY, 12, 2, real, real) for real in REALS]
-    values += [struct.pack("<Iq", 11, -1), struct.pack("<I?", 7, True)]
-    values += [struct.pack("<IQ", _STRING, len(t.encode())) + t.encode() for t in TEXTS]
-    return values
-
-
-class _GgufWalk:
-    """A walk over the head of a good file."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content, self.at, self.fields = content, 4, list[Field]()
-        self.texts, self.values = 0, _gguf_values()
-        self.names: list[bytes] = [b"", struct.pack("<Q", 1) + b"\xff"]
-        self.number(4)
-        tensors, keys = self.number(8), self.number(8)
-        for _ in range(keys):
-            self.name()
-            self.value()
-        for _ in range(tensors):
-            self.name()
-            for _ in range(self.number(4)):
-                self.number(8)
-            self.number(4)
-            self.number(8)
-
-    def number(self, width: int, *, is_field: bool = True) -> int:
-        """Take a number: it may become an extreme or a slightly different one."""
-        start, self.at = self.at, self.at + width
-        old = int.from_bytes(self.content[start : self.at], "little")
-        near = (old + 1, old - 1, old * 2, old // 2, old + 32, old - 32, old ^ 1 << width * 8 - 1)
-        odd = [(new % (1 << width * 8)).to_bytes(width, "little") for new in (*near, *EXTREMES)]
-        if is_field:
-            self.fields.append(Field(start, self.at, odd))
-        return old
-
-    def name(self) -> None:
-        """Take a name: it may become that of another key or tensor."""
-        start = self.at
-        size = self.number(8)
-        self.at += size
-        self.names.append(self.content[start : self.at])
-        self.fields.append(Field(start, self.at, self.names))
-
-    def text(self) -> None:
-        self.texts += 1  # one of a thousand is as good as another
-        size = self.number(8, is_field=self.texts % 50 == 0)
-        self.at += size
-
-    def value(self) -> None:
-        start, kind = self.at, self.number(4)
-        if kind == _ARRAY:
-            kind, count = self.number(4), self.number(8)
-            for _ in range(count if kind == _STRING else 0):
-                self.text()
-            self.at += 0 if kind == _STRING else count * _WIDTHS[kind]
-        elif kind == _STRING:
-            self.text()
-        else:
-            self.number(_WIDTHS[kind])
-        self.fields.append(Field(start, self.at, self.values))
+WHOLE_VALUES = [struct.pack("<IQ", 10, whole) for whole in EXTREMES]
+WHOLE_VALUES += [struct.pack("<Id", 12, real) for real in REALS]
+WHOLE_VALUES += [struct.pack("<IIQ2d", 9, 12, 2, real, real) for real in REALS]
+WHOLE_VALUES += [struct.pack("<Iq", 11, -1), struct.pack("<I?", 7, True)]
+WHOLE_VALUES += [struct.pack("<IQ", 8, len(t.encode())) + t.encode() for t in TEXTS]

@@ -150,15 +150,6 @@ def test_without_a_cache_it_is_compiled_for_the_process(
     assert not cache.is_dir() or not [*cache.iterdir()]
 
 
-@needs_compiler
-def test_many_processes_may_compile_at_once(cache: Path) -> None:
-    script = BROKEN.split("(file,)")[0]
-    command = [sys.executable, "-c", script, str(build.SOURCE)]
-    processes = [subprocess.Popen(command) for _ in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
-    assert loaded()._name == str(kept(cache))
-
-
 # The interpreter itself may be in a home directory that is closed to others.
 STRANGER = """
 import os, sys

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -72,39 +70,6 @@ def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str, decoder_pass:
         logits = run_all(model, kv, paged(kv, sequences, seed), chunks, firsts)
         expected = logits if expected is None else expected
         assert torch.equal(logits, expected), f"chunks {chunks}"
-
-
-@pytest.mark.usefixtures("decoder_pass")
-@pytest.mark.parametrize(
-    ("shape", "dtype", "threads"),
-    [("llama", "float32", 1), ("qwen3", "bfloat16", 1), ("llama", "bfloat16", 2)],
-)
-def test_company(tmp_path: Path, shape: str, dtype: str, threads: int) -> None:
-    """A row is alone, then among 1 to 40 others that bring 1 to 12 tokens each, or a chunk."""
-    torch.set_num_threads(threads)
-    model = loaded(tmp_path, shape, dtype)
-    rng = np.random.default_rng(zlib.crc32(shape.encode()))
-    watched = tokens_of(0, 60)
-    kv = cache(model)
-    alone = run_all(model, kv, paged(kv, [watched]), [60])
-    counts = [1, 2, 3, 5, 8, 13, 21, 40] if threads == 1 else [1, 7, 8, 40]
-    totals = set()
-    for others in counts:
-        lengths = rng.integers(1, 13, others)
-        if others % 2:
-            lengths[:] = 1
-        if others == 13:
-            lengths[4] = 200
-        sequences = [tokens_of(1 + i, 10 + n) for i, n in enumerate(lengths)]
-        kv = cache(model)
-        mine, *rest = paged(kv, [watched, *sequences], seed=others)
-        step(model, kv, [(mine, 57), *((s, 10) for s in rest)])
-        at = others // 2  # the compared row is in the middle
-        chunks = [(s, int(n)) for s, n in zip(rest, lengths, strict=True)]
-        chunks.insert(at, (mine, 3))
-        totals.add(sum(n for _, n in chunks))
-        assert torch.equal(step(model, kv, chunks)[at], alone[57:]), f"{others} others"
-    assert len(totals) > len(counts) // 2, "compositions had different numbers of rows"
 
 
 @pytest.mark.usefixtures("decoder_pass")
