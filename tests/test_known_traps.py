@@ -35,8 +35,7 @@ from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import DraftedRows, RowsToPlan, World, decoding, make_config
 from tests.helpers import make_request as modelled_request
-from tests.runtime.engines import RecordingExecutor, make_request, run_engine
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import VOCAB, RecordingExecutor, make_request, run_engine, tiny_model
 
 NOISE = 0.08  # of the draft's weights: about half of its drafts are accepted
 K = 6

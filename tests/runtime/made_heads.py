@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.kv_cache import KVCache
-from tests.runtime.pairs import VOCAB, NoisyWeights, tiny_model
+from tests.runtime.engines import VOCAB, NoisyWeights, tiny_model
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER = 32, 4, 2, 8, 40
 EPS, THETA = 1e-5, 10000.0

@@ -18,8 +18,14 @@ from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
-from tests.runtime.engines import RecordingExecutor, admission, make_request, run_engine
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import (
+    VOCAB,
+    RecordingExecutor,
+    admission,
+    make_request,
+    run_engine,
+    tiny_model,
+)
 from tests.runtime.reference import written_kv
 
 NOISE = 0.08

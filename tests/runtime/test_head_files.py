@@ -16,6 +16,7 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import is_head, read_head
 from cbatch.runtime.model.head_weights import HeadWeights
+from tests.runtime.engines import VOCAB, tiny_config, tiny_model
 from tests.runtime.made_heads import (
     CLOSE,
     DRAFTS,
@@ -36,7 +37,6 @@ from tests.runtime.made_heads import (
     write_head,
 )
 from tests.runtime.marks import needs_compiler
-from tests.runtime.pairs import VOCAB, tiny_config, tiny_model
 from tests.runtime.test_heads import load
 
 pytestmark = needs_compiler

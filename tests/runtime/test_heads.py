@@ -34,7 +34,17 @@ from cbatch.runtime.model.sharding import ShardedWeights, shard_config
 from cbatch.runtime.rank_group import RankGroup
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, draw
 from tests.runtime import made_heads
-from tests.runtime.engines import RecordingExecutor, Run, admission, make_request, run_engine
+from tests.runtime.engines import (
+    VOCAB,
+    NoisyWeights,
+    RecordingExecutor,
+    Run,
+    admission,
+    make_request,
+    run_engine,
+    tiny_config,
+    tiny_model,
+)
 from tests.runtime.made_heads import (
     LAYERS,
     Cold,
@@ -45,7 +55,6 @@ from tests.runtime.made_heads import (
     target_head,
 )
 from tests.runtime.marks import needs_compiler
-from tests.runtime.pairs import VOCAB, NoisyWeights, tiny_config, tiny_model
 from tests.runtime.test_ranks import by_ranks
 from triton_kernels.noise import host as noise
 

@@ -19,8 +19,7 @@ from msgspec import structs
 
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
-from tests.runtime.engines import PricedExecutor, Run, make_request, run_engine
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import VOCAB, PricedExecutor, Run, make_request, run_engine, tiny_model
 from triton_kernels.noise import host as noise
 
 NOISE = 0.08  # moves the draft's weights so far that about half of its tokens are accepted

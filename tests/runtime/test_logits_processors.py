@@ -16,8 +16,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams, StructuredOutputs
 from cbatch.runtime.sampling import logits_processors as processors
 from cbatch.runtime.sampling.logits_processors import ProcessorChain, processors_of
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import VOCAB, Run, make_request, run_engine, tiny_model
 from tests.runtime.reference import next_logits
 
 NOISE = 0.06

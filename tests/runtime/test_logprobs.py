@@ -22,8 +22,7 @@ from cbatch.llm import complete_all
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.sampling.logprobs import describe
 from cbatch.text.outputs import Completion, TokenLogprob
-from tests.runtime.engines import RecordingExecutor, parse_lookahead
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import VOCAB, RecordingExecutor, parse_lookahead, tiny_model
 from tests.runtime.reference import next_logits, slow_filter
 from tests.runtime.test_executor import admit
 from tests.runtime.test_logits_processors import slow_shape

@@ -15,8 +15,7 @@ import torch
 
 from cbatch.runtime.compiled import threads
 from cbatch.runtime.compiled.threads import SamplingThreads, num_threads, sampling_threads
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import Run, make_request, run_engine, tiny_model
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 20_011  # of several rows: long enough that torch splits operations, and no whole vectors

@@ -22,8 +22,7 @@ from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.runtime.sampling import rejection_sampler as sampler
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 from tests.chi_square import chi_square_z
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import Run, make_request, run_engine, tiny_model
 from tests.runtime.reference import joint_law
 from tests.runtime.test_logits_processors import slow_shape
 from triton_kernels.noise import host as noise

@@ -11,7 +11,7 @@ from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.verify import RowsToVerify, Verified, verify
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import tiny_model
 from tests.runtime.test_executor import SIZES, admit, make_plan
 
 ROWS, VOCAB = 240, 11

@@ -23,9 +23,8 @@ from tests.gpu_proofs.interpreted.stream import HostReads, Stream, substituted
 from tests.gpu_proofs.interpreted.test_stream import Captures, replayed
 from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
 from tests.runtime import made_heads
-from tests.runtime.engines import make_request
+from tests.runtime.engines import VOCAB, NoisyWeights, make_request
 from tests.runtime.marks import needs_compiler
-from tests.runtime.pairs import VOCAB, NoisyWeights
 from tests.triton_kernels.interpreter import twins
 from tests.triton_kernels.interpreter.fitted_heads import eagle1, eagle3, medusa
 from tests.triton_kernels.interpreter.light import without_overflow_checks

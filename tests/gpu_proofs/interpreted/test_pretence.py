@@ -17,7 +17,7 @@ from cbatch.runtime import compiled
 from cbatch.runtime.gpu.decoder import ProductBuilder
 from tests.gpu_proofs.pretence.gpu import Cuda, pretending, use_references
 from tests.gpu_proofs.pretence.tensors import CUDA, MixedDevices
-from tests.runtime.pairs import tiny_config
+from tests.runtime.engines import tiny_config
 
 PROMPTS = [list(range(5, 25)), [7, 9, 11], list(range(40, 49))]
 PARAMS = [

@@ -16,8 +16,7 @@ from cbatch.runtime.gpu import heads
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 from tests.runtime import made_heads
-from tests.runtime.engines import run_engine
-from tests.runtime.pairs import VOCAB, NoisyWeights
+from tests.runtime.engines import VOCAB, NoisyWeights, run_engine
 from tests.triton_kernels.interpreter.twins import Pair
 
 

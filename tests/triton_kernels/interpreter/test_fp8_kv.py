@@ -10,8 +10,7 @@ import torch
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.kv_cache import KVCache
-from tests.runtime.engines import make_request
-from tests.runtime.pairs import NoisyWeights, tiny_config
+from tests.runtime.engines import NoisyWeights, make_request, tiny_config
 from tests.triton_kernels.interpreter.light import (
     use_reference_verdicts,
     use_references,

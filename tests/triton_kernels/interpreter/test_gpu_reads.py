@@ -18,8 +18,7 @@ from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.executor import GpuExecutor
-from tests.runtime.engines import admission
-from tests.runtime.pairs import NoisyWeights, tiny_config
+from tests.runtime.engines import NoisyWeights, admission, tiny_config
 from triton_kernels.attention import Tile
 
 I32, NONE = np.int32, np.zeros(0, dtype=np.int32)
