@@ -1,8 +1,8 @@
-"""Small engines over real executors: tiny models without a checkpoint, requests by hand, and a whole
-engine that records the logit bits which decided each token.
+"""Small engines over real executors: tiny models without a checkpoint, requests by hand, and a
+whole engine that records the logit bits which decided each token.
 
-An engine without a model is in `tests/toy_engine.py` (with text) and `tests/helpers.py` (by steps).
-"""
+An engine without a model is in `tests/toy_engine.py` (with text) and `tests/helpers.py` (by
+steps)."""
 
 from __future__ import annotations
 
