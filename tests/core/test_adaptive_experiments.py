@@ -70,7 +70,7 @@ def share_where_steps_after_drafts_are_slow() -> float:
         lambda count, behind: (
             PLAIN_S * (1 if count else 1 + COLD * WARMS**behind) + DRAFT_S * count
         ),
-        steps=2000,
+        steps=1200,
     )
 
 

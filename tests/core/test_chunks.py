@@ -139,7 +139,7 @@ def test_a_target_is_kept(lookahead: str, depth: int) -> None:
     cost = Attending(base_s=BASE_S, token_s=TOKEN_S, context_token_s=0.0, row_s=0.0, noise=0.1)
     world = world_of(cost, depth=depth, lookahead=lookahead, itl_target_s=0.05)
     read_prompts(world, *[PROMPT_TOKENS] * 2)
-    tokens, seconds = read_prompts(world, *[PROMPT_TOKENS] * 6)
+    tokens, seconds = read_prompts(world, *[PROMPT_TOKENS] * 3)
     assert np.mean(np.array(seconds) > 0.05) <= 0.01
     assert np.median(tokens) > 10
     assert len(set(tokens)) > 3  # contexts grow and chunks shrink
@@ -312,8 +312,7 @@ def test_waiting_requests_are_admitted_in_the_order_of_their_arrival() -> None:
 # ---- chunks decide no token ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("lookahead", "depth"), [("off", 1), ("fixed:3", 0)])
 def test_chunk_sizes_move_no_token(lookahead: str, depth: int) -> None:
     outputs, chunks = [], []
     for target_s, noise in ((None, 0.0), (0.05, 0.3), (0.03, 0.1)):

@@ -97,7 +97,7 @@ def enter(
 
 
 def test_the_record_is_the_cache_after_long_runs() -> None:
-    for seed in range(20):
+    for seed in range(12):
         drive(RecordedBlockPool(6 + seed % 9, SIZE), random.Random(seed).randrange, 100)
     for what in ("taints", "clears", "BlockStored", "BlockRemoved", "AllBlocksCleared"):
         assert HAPPENED[what] > 10, what

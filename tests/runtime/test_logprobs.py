@@ -220,27 +220,6 @@ def test_prompts_in_chunks_during_decodes_and_after_preemptions(depth):
     assert world.scheduler.stats.preemptions > 0
 
 
-def test_prefix_hits_are_bypassed_where_a_prompt_is_wanted():
-    world = World(lookahead="fixed:3")
-    world.complete()  # fills the cache
-    hits = world.scheduler.stats.prefix_hit_tokens
-    assert numbers(world.complete(prompt_logprobs=2)) == numbers(plain_prompts())
-    assert world.scheduler.stats.prefix_hit_tokens == hits
-    world.complete()
-    assert world.scheduler.stats.prefix_hit_tokens > hits
-
-
-def test_one_of_several_choices_brings_those_of_the_prompt():
-    world = World(lookahead="fixed:3")
-    for completion, alone in zip(
-        world.complete(prompt_logprobs=2, n=3), plain_prompts(), strict=True
-    ):
-        assert completion.choices[0].prompt_logprobs == alone.prompt_logprobs
-        assert [c.prompt_logprobs for c in completion.choices[1:]] == [None, None]
-        assert all(len(c.logprobs or ()) == 16 for c in completion.choices)
-    assert world.scheduler.stats.prefix_hit_tokens > 50
-
-
 def test_an_admission_that_would_lose_some_is_refused():
     admission = admit(0, [1, 2, 3, 4, 5], prompt_logprobs=0)
     structs.force_setattr(admission, "kv_len_tokens", 4)
