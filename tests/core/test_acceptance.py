@@ -13,10 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from cbatch.core.prices.cost_model import StepPrices
 from cbatch.core.speculation.acceptance import OverallAcceptance, decayed, drift, survival
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.draft_allocation import decide
 
 CONFIG = LookaheadConfig(policy="adaptive", k=8)
 PRIOR = (4.2, 6.0)
@@ -53,29 +51,6 @@ def test_bias_and_error_are_within_bounds_and_similar_for_every_k(alpha: float) 
         errors.append(float(np.sqrt(np.mean((estimate - alpha) ** 2))))
     assert max(errors) <= 0.075, errors
     assert max(errors) <= 1.1 * min(errors), errors
-
-
-def prices_at(rows: int, load: float) -> StepPrices:
-    """Prices of a step where one token of each of `rows` rows adds `load` times the base."""
-    return StepPrices(1 + load * (1 + np.arange(8 * rows + 1) / rows), 0.05)
-
-
-def achieved(estimate: np.ndarray, alpha: float, load: float) -> float:
-    """Speed of the decision for these estimates relative to the best common k, at the true
-    acceptance."""
-    rows = estimate.shape[1]
-    prices = prices_at(rows, load)
-    k = decide(survival(*estimate, 8).T, np.full(rows, 8, np.int32), prices).num_drafts
-    true = np.cumsum(np.concatenate([[1.0], alpha ** np.arange(1, 9)]))
-    reached = true[k].sum() / (prices.step_s[k.sum()] + 0.05 * k.max())
-    best = max(rows * true[d] / (prices.step_s[rows * d] + 0.05 * d) for d in range(9))
-    return float(reached / best)
-
-
-@pytest.mark.parametrize("load", [0.05, 0.2, 0.5])
-def test_twenty_steps_after_a_drop_nine_tenths_of_the_optimum(load: float) -> None:
-    before = after_steps(fresh(600), [0.8] * 60, 4, seed=1)
-    assert achieved(after_steps(before, [0.4] * 20, 4, seed=2), 0.4, load) >= 0.9
 
 
 @pytest.mark.parametrize("leak", [False, True], ids=["to the first rejection", "beyond it"])
@@ -186,12 +161,3 @@ def test_survival_is_corrected_by_depth_and_the_correction_fades_while_no_row_dr
     for _ in range(6):
         depths.fade()
     assert depths.corrected(believed[:, None])[:, 0] == pytest.approx(believed, rel=0.02)
-
-
-def test_survival_stays_a_chance_that_never_rises() -> None:
-    overall, rng, k = OverallAcceptance(TO_DEPTH), np.random.default_rng(5), np.full(ROWS, DEPTH)
-    for _ in range(60):
-        chances = np.multiply.accumulate(rng.random((DEPTH, ROWS)), axis=0)
-        corrected = overall.corrected(chances)
-        assert (np.diff(corrected, axis=0) <= 0).all() and (corrected <= 1).all()
-        overall.observe_depths(chances, k, np.where(rng.random(ROWS) < 0.5, k, 0))

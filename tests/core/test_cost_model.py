@@ -128,17 +128,6 @@ def test_a_stall_is_forgotten_at_once_and_lifts_nothing(first: str) -> None:
     assert step_s[0] == pytest.approx(step_s[64]) and (np.diff(step_s) >= 0).all()
 
 
-def test_catching_up_is_priced_by_the_token() -> None:
-    model = OnlineCostModel(max_tokens=600)
-    for _ in range(100):
-        model.observe(StepSample(decoding(8, depth=2), 2e-3, 5e-3))
-        ingesting = decoding(8, depth=2, ingested_tokens=400)
-        model.observe(StepSample(ingesting, 2e-3 + 400 * 2e-5, 5e-3))
-    prices = model.prices(8, 0, 16)
-    assert prices.ingest_s == pytest.approx(2e-5, rel=0.05)
-    assert prices.pass_s == pytest.approx(1e-3, rel=0.05)
-
-
 def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
     model = OnlineCostModel(max_tokens=600)
     assert (model.prices(8, 3000, 32).step_s > 0).all(), "a price before anything is known"
