@@ -3,17 +3,17 @@ test that names it and fails when it is planted.
 
     trap                                            where
      1 k = 0 starves the draft's KV                 runtime/test_drafter: acceptance_recovers
-     2 k = 0 is not free                            here; runtime/test_executor: plain_steps
-     3 accepted / k is a biased statistic           core/test_policies, core/test_acceptance
-     4 k = 0 absorbs a slot, or all                 here
-     5 a policy of acceptance alone ignores load    here; core/test_adaptive_policy: never_below
+     2 k = 0 is not free                            runtime/test_executor: plain_steps
+     3 accepted / k is a biased statistic           core/test_acceptance
+     4 k = 0 absorbs a slot, or all                 here; core/test_adaptive_policy: gets_some_again
+     5 a policy of acceptance alone ignores load    core/test_adaptive_policy: never_below
      6 one k for the batch, or padding to max k     here
      7 a shared estimator lets tenants interfere    here
-     8 replicas that measure for themselves differ  here; steplog: replay
+     8 replicas that measure for themselves differ  steplog: replay
      9 KV accounting that drifts                    check_scheduler, after every step of a test
     10 a slot whose index is wrong drafts garbage   runtime/test_drafter: same_in_every_slot
 
-Flaws of verification (A1 to D1) are in test_known_flaws.
+Flaws of verification (A1 to D1) are in runtime/test_statistics.
 """
 
 from __future__ import annotations
@@ -22,40 +22,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import msgpack, structs
 from torch import Tensor
 
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample
-from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.core.speculation import acceptance as estimator
 from cbatch.core.speculation.acceptance import OverallAcceptance
 from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.policies import EmaPolicy
 from cbatch.core.speculation.policy import PolicyLimits
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
-from cbatch.runtime.drafting.contract import DraftRows, Proposal
-from cbatch.steplog.step_log import encode_array
 from tests.checking.models import ModelledAcceptance
 from tests.helpers import DraftedRows, RowsToPlan, World, decoding, make_config
 from tests.helpers import make_request as modelled_request
-from tests.runtime.engines import RecordingExecutor, make_request, run_engine
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import VOCAB, RecordingExecutor, make_request, run_engine, tiny_model
 
 NOISE = 0.08  # of the draft's weights: about half of its drafts are accepted
-HOPELESS = CostProfile((1, 1024), (2e-3, 100e-3), draft_pass_s=1.0)  # drafting never pays
 K = 6
 ADAPTIVE = LookaheadConfig(policy="adaptive", k=K)
 # Costs of the simulator's executor (`sim.cost.base.LinearCost`).
 PROFILE = CostProfile(
     (1, 1024), (2.1e-3, 104.4e-3), row_s=1e-5, draft_pass_s=2e-4, draft_token_s=1e-5
 )
-
-
-def encode(value: object) -> bytes:
-    return msgpack.encode(value, enc_hook=encode_array)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -96,47 +84,7 @@ def believed(world: World, name: str) -> float:
     return beliefs[0]
 
 
-# --- 2: steps without drafts ----------------------------------------------------------------------
-
-
-class _NeverCalled(DraftModel):
-    def propose(self, rows: DraftRows) -> Proposal:
-        pytest.fail("the drafter was asked")
-
-
-def plain_steps(policy: str, opts_out: bool, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Return every plan of a run without drafts, as bytes. Either each request `opts_out`, or the
-    policy finds that drafts do not pay."""
-    plans: list[bytes] = []
-
-    class Watched(RecordingExecutor):
-        def run(self, plan: Any) -> Any:
-            plans.append(encode(plan))
-            return super().run(plan)
-
-    params = {"max_tokens": 30, "max_lookahead": 0 if opts_out else None}
-    requests = [make_request(f"r{i}", prompt, **params) for i, prompt in enumerate(prompts(6))]
-    target = tiny_model()
-    draft = None if policy == "off" else tiny_model(noise=NOISE)
-    drafter = None if draft is None else _NeverCalled(draft)
-    executor = Watched(target, drafter=drafter, num_blocks=256, block_size=4, max_num_seqs=8)
-    settings = {"cost_profile": HOPELESS} if policy == "adaptive:4" else {}
-    with monkeypatch.context() as patch:
-        patch.setattr(EmaPolicy, "choose", lambda self, step: step.max_drafts * 0)
-        run_engine(requests, target, draft, lookahead=policy, executor=executor, **settings)
-    return plans
-
-
-@pytest.mark.parametrize("policy", ["fixed:4", "ema:4", "adaptive:4"])
-def test_trap_2_a_step_with_k_of_zero_for_everyone_is_a_plain_step(policy, monkeypatch):
-    """Plans equal those with lookahead off to the byte, blocks too; the drafter is never called."""
-    opts_out = policy == "fixed:4"
-    plain = plain_steps("off", opts_out, monkeypatch)
-    assert len(plain) >= 30
-    assert plain_steps(policy, opts_out, monkeypatch) == plain
-
-
-# --- 4, 5: what k follows -------------------------------------------------------------------------
+# --- 4: k of zero --------------------------------------------------------------------------------
 
 
 def steps_until_all_draft_again(limit: int) -> int | None:
@@ -160,50 +108,6 @@ def test_trap_4_k_of_zero_does_not_absorb_the_engine(monkeypatch):
     assert back is not None and back > 20
     monkeypatch.setattr(AdaptivePolicy, "_single_draft", lambda *_: None)
     assert steps_until_all_draft_again(1000) is None
-
-
-def drafts_of_a_row_given_up(drifts: bool, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return its drafts in 200 steps among rows that draft, once it would accept as many as they
-    do. (Later it may be tried in any case: prices move, and a further draft may seem free for a
-    while.)"""
-    acceptance = dict.fromkeys(["a", "b", "c", "given up"], 0.9)
-    world = make_world(acceptance)
-    with monkeypatch.context() as patch:
-        if not drifts:
-            patch.setattr(estimator, "drift", lambda config, estimate, *_: estimate)
-        acceptance["given up"] = 0.0
-        for _ in range(400):  # until only the drift can make it draft again
-            world.loop.step()
-        while (k := drafts_of(world))["given up"] or not k["a"]:  # it is tried now and then
-            pass
-        acceptance["given up"] = 0.9
-        seen = [drafts_of(world) for _ in range(200)]
-    assert seen[0]["given up"] == 0 and np.mean([k["a"] > 0 for k in seen]) > 0.95
-    return sum(k["given up"] for k in seen)
-
-
-def test_trap_4_k_of_zero_does_not_absorb_a_row(monkeypatch):
-    """The drift to the prior restores it; without the drift nothing does."""
-    assert drafts_of_a_row_given_up(False, monkeypatch) == 0
-    assert drafts_of_a_row_given_up(True, monkeypatch) > 400
-
-
-def mean_k(lookahead: LookaheadConfig, batch: int) -> float:
-    """Return mean k of decoding rows with acceptance 0.7, after 20 steps in which prices and rows
-    settle."""
-    world = make_world(dict.fromkeys((f"r{i}" for i in range(batch)), 0.7), lookahead=lookahead)
-    for _ in range(20):
-        world.loop.step()
-    drafts = [k for _ in range(40) for k in drafts_of(world).values()]
-    return sum(drafts) / len(drafts)
-
-
-def test_trap_5_at_the_same_acceptance_k_falls_as_the_batch_grows():
-    """A policy of acceptance alone drafts as much for 64 rows as for 2."""
-    priced = [mean_k(ADAPTIVE, batch) for batch in (2, 12, 64)]
-    assert priced[0] > priced[1] + 0.5 > priced[2] + 1, priced
-    alone = [mean_k(LookaheadConfig(policy="ema", k=K), batch) for batch in (2, 12, 64)]
-    assert max(alone) - min(alone) < 0.8, alone
 
 
 # --- 6: mixed batches -----------------------------------------------------------------------------
@@ -251,7 +155,7 @@ def test_trap_6_rows_of_different_k_are_verified_in_one_pass_without_padding(mon
     assert ragged >= 10
 
 
-# --- 7, 8: inputs of k --------------------------------------------------------------------------
+# --- 7: inputs of k --------------------------------------------------------------------------
 
 
 def estimates_with_others(policy: str, accepted_by_others: int) -> list[float]:
@@ -301,42 +205,3 @@ def test_trap_7_a_short_request_starts_from_the_fleets_prior(monkeypatch):
     assert belief < 0.2 and k <= 1
     monkeypatch.setattr(OverallAcceptance, "observe", lambda *_: None)
     assert [round(first_k_after(a)[0], 6) for a in (0.95, 0.05)] == [0.7, 0.7]
-
-
-def first_step_apart(*, own_clocks: bool) -> int | None:
-    """Feed two schedulers the same requests and results; return the first step in which they
-    differ. With `own_clocks` the second gets durations as another machine measured them."""
-    rng = np.random.default_rng(2)
-    acceptance = {f"r{i}": float(rng.uniform(0.1, 0.95)) for i in range(24)}
-    world = make_world({}, max_num_seqs=16, cost_profile=None)
-    world.executor.acceptance = ModelledAcceptance(0.7, acceptance)
-    first, second = world.scheduler, Scheduler(world.config)
-    seen = set()
-    for step in range(300):
-        if step % 10 == 0 and step < 240:
-            request = modelled_request(f"r{step // 10}", 8, seed=step, max_tokens=150)
-            first.add(request, 0.0)
-            second.add(request, 0.0)
-        plan, replica = first.schedule(0.0), second.schedule(0.0)
-        if encode(plan) != encode(replica):
-            return step
-        if plan is None:
-            continue
-        seen.update(plan.num_drafts.tolist())
-        result = world.executor.run(plan)
-        first.update_from_output(result, 0.0)
-        if own_clocks:
-            slower = 1 + rng.random()
-            result = structs.replace(
-                result, draft_s=3 * slower * result.draft_s, target_s=slower * result.target_s
-            )
-        second.update_from_output(result, 0.0)
-    assert len(seen) > 2
-    return None
-
-
-def test_trap_8_replicas_that_are_fed_the_same_choose_the_same_k():
-    """Every decision follows from the inputs, which include durations: a replica that measures its
-    own differs."""
-    assert first_step_apart(own_clocks=False) is None
-    assert first_step_apart(own_clocks=True) is not None

@@ -157,6 +157,5 @@ class InputBatch:
 
 
 def _widened(array: NDArray[np.generic], width: int) -> NDArray[np.generic]:
-    """Pad [slots, n] with zeros to at least `width` columns."""
     size = array.shape[1]
     return array if width <= size else np.pad(array, ((0, 0), (0, max(width - size, size))))

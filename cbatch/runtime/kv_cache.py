@@ -90,7 +90,6 @@ def _layers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Allocate each layer, [heads * blocks, values of one head in one block]."""
     widths = [block_size * (shape.key_dim + shape.value_dim) for shape in shapes]
     counts = [shape.heads * blocks * width for shape, width in zip(shapes, widths, strict=True)]
     steps = [-(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for count in counts]

@@ -74,7 +74,6 @@ class LayerBuilder(Generic[P]):
         return embedding, layers, head
 
     def _embedding(self, name: str, bias: Tensor | None, norm: Tensor) -> tuple[Any, P | None]:
-        """Return the embedding, and the LM head if it is tied to the embedding."""
         embedding = self._get(name, self.config.vocab_size, self.config.hidden_size)
         if not self.config.tie_embeddings:
             return embedding, None
@@ -110,7 +109,6 @@ class LayerBuilder(Generic[P]):
         return shift if bias is None else shift + bias.float()
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> P:
-        """Return the product y = (x * in_scale) W^T + bias with weights [out, in]."""
         raise NotImplementedError
 
     def _as_stored(
@@ -120,7 +118,6 @@ class LayerBuilder(Generic[P]):
         return None
 
     def _moe_fields(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
-        """Return the fields of a layer for its experts; `norm`: weight of the norm before them."""
         raise NotImplementedError
 
     def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> P:
@@ -169,7 +166,6 @@ class LayerBuilder(Generic[P]):
         )
 
     def _feed_forward(self, mlp: str, in_scale: Tensor | None, norm: str | None) -> dict[str, Any]:
-        """Return the fields of a layer for its feed-forward; `norm` names the norm before it."""
         c = self.config
         hidden, inner = c.hidden_size, c.intermediate_size
         halves = [f"{mlp}.{half}" for half in ("gate_proj", "up_proj")[1 - c.arithmetic.gated :]]

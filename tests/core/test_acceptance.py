@@ -13,11 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from cbatch.core.prices.cost_model import StepPrices
-from cbatch.core.speculation import acceptance
 from cbatch.core.speculation.acceptance import OverallAcceptance, decayed, drift, survival
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.core.speculation.draft_allocation import decide
 
 CONFIG = LookaheadConfig(policy="adaptive", k=8)
 PRIOR = (4.2, 6.0)
@@ -41,11 +38,11 @@ def after_steps(estimate: np.ndarray, alphas: Iterable[float], k: int, seed: int
     return estimate
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.85, 0.95])
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
 def test_bias_and_error_are_within_bounds_and_similar_for_every_k(alpha: float) -> None:
     """Trap 3 (accepted / k is biased, and more so the larger k is)."""
     errors = []
-    for k in range(1, 9):
+    for k in (1, 2, 4, 8):
         trials_a_step = (1 - alpha**k) / (1 - alpha)
         steps = round(150 / trials_a_step)  # the prior is forgotten
         accepted, trials = after_steps(fresh(8000), [alpha] * steps, k, seed=k)
@@ -54,39 +51,6 @@ def test_bias_and_error_are_within_bounds_and_similar_for_every_k(alpha: float) 
         errors.append(float(np.sqrt(np.mean((estimate - alpha) ** 2))))
     assert max(errors) <= 0.075, errors
     assert max(errors) <= 1.1 * min(errors), errors
-
-
-def prices_at(rows: int, load: float) -> StepPrices:
-    """Prices of a step where one token of each of `rows` rows adds `load` times the base."""
-    return StepPrices(1 + load * (1 + np.arange(8 * rows + 1) / rows), 0.05)
-
-
-def achieved(estimate: np.ndarray, alpha: float, load: float) -> float:
-    """Speed of the decision for these estimates relative to the best common k, at the true
-    acceptance."""
-    rows = estimate.shape[1]
-    prices = prices_at(rows, load)
-    k = decide(survival(*estimate, 8).T, np.full(rows, 8, np.int32), prices).num_drafts
-    true = np.cumsum(np.concatenate([[1.0], alpha ** np.arange(1, 9)]))
-    reached = true[k].sum() / (prices.step_s[k.sum()] + 0.05 * k.max())
-    best = max(rows * true[d] / (prices.step_s[rows * d] + 0.05 * d) for d in range(9))
-    return float(reached / best)
-
-
-@pytest.mark.parametrize("load", [0.05, 0.2, 0.5])
-def test_twenty_steps_after_a_drop_nine_tenths_of_the_optimum(load: float) -> None:
-    before = after_steps(fresh(600), [0.8] * 60, 4, seed=1)
-    assert achieved(after_steps(before, [0.4] * 20, 4, seed=2), 0.4, load) >= 0.9
-
-
-def test_one_step_is_its_trials_one_by_one() -> None:
-    """A step with 3 of 4 drafts accepted counts as three accepted single drafts and a rejected one,
-    in any order: k does not enter."""
-    at_once = decayed(CONFIG.decay, fresh(1), np.array([4]), np.array([3]))
-    singly = fresh(1)
-    for hit in (1, 1, 1, 0):
-        singly = decayed(CONFIG.decay, singly, np.array([1]), np.array([hit]))
-    assert singly == pytest.approx(at_once, abs=0.3)
 
 
 @pytest.mark.parametrize("leak", [False, True], ids=["to the first rejection", "beyond it"])
@@ -197,64 +161,3 @@ def test_survival_is_corrected_by_depth_and_the_correction_fades_while_no_row_dr
     for _ in range(6):
         depths.fade()
     assert depths.corrected(believed[:, None])[:, 0] == pytest.approx(believed, rel=0.02)
-
-
-def test_survival_is_predicted_for_a_lookup_that_drafts_more_tokens_where_it_is_sure() -> None:
-    """Half of the rows draft one token, accepted in half of all cases. The others draft six, all
-    accepted in nine cases of ten.
-
-    More 6th drafts survive than first ones, but the survival used for decisions never rises with
-    depth. A depth is drafted 5 000 times, with a standard error of 0.004.
-    """
-    rng, overall = np.random.default_rng(7), OverallAcceptance(TO_DEPTH)
-    sure, believed = np.arange(ROWS) % 2 == 1, survival(np.array([17.0]), np.array([25.0]), DEPTH)
-    k = np.where(sure, DEPTH, 1).astype(np.int32)
-    for step in range(80):
-        chances = np.repeat(believed.T, ROWS, axis=1)
-        decided_by = overall.corrected(chances)
-        assert (np.diff(decided_by, axis=0) <= 0).all()
-        if step == 60:
-            before = overall.totals.copy()
-        accepted = np.where(rng.random(ROWS) < np.where(sure, 0.9, 0.5), k, 0)
-        overall.observe_depths(chances, k, accepted.astype(np.int32))
-    drafted, predicted, survived = overall.totals - before
-    assert predicted / drafted == pytest.approx(survived / drafted, abs=0.02)
-    assert (survived / drafted)[-1] > (survived / drafted)[0] + 0.15 > 0.8
-
-
-def test_survival_stays_a_chance_that_never_rises() -> None:
-    overall, rng, k = OverallAcceptance(TO_DEPTH), np.random.default_rng(5), np.full(ROWS, DEPTH)
-    for _ in range(60):
-        chances = np.multiply.accumulate(rng.random((DEPTH, ROWS)), axis=0)
-        corrected = overall.corrected(chances)
-        assert (np.diff(corrected, axis=0) <= 0).all() and (corrected <= 1).all()
-        overall.observe_depths(chances, k, np.where(rng.random(ROWS) < 0.5, k, 0))
-
-
-def counted(*, hazards: bool = False) -> np.ndarray:
-    """Return predicted and observed survivors per draft, float [2, depth].
-
-    Acceptance of the rows follows a Beta law, and the estimate of each is worth 25 trials of it:
-    the estimates are true.
-    """
-    rng, overall = np.random.default_rng(6), OverallAcceptance(TO_DEPTH)
-    chances = survival(np.full(ROWS, 15.0), np.full(ROWS, 25.0), DEPTH).T
-    for _ in range(20):
-        k = rng.integers(1, DEPTH + 1, ROWS).astype(np.int32)
-        accepted = outcomes(rng, rng.beta(15.0, 10.0, (ROWS, 1)), k)
-        estimates = np.repeat(chances[:1], DEPTH, 0) if hazards else chances
-        overall.observe_depths(estimates, k, accepted)
-    drafted, predicted, survived = overall.totals
-    return np.array([predicted, survived]) / drafted
-
-
-def test_counts_of_predicted_and_of_observed_survivors_agree(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Among 10 000 rows the last depth is drafted some 1 700 times, where survival has a standard
-    error of 0.008: 0.04 is five of them."""
-    predicted, survived = counted()
-    assert predicted == pytest.approx(survived, abs=0.04) and predicted[-1] < predicted[0] - 0.2
-    monkeypatch.setattr(acceptance, "PRIOR_DRAFTS", 1e9)  # uncorrected
-    predicted, survived = counted(hazards=True)  # broken: hazards are not survival
-    assert predicted[-1] > survived[-1] + 0.2

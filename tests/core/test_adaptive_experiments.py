@@ -20,9 +20,7 @@ PLAIN_S, DRAFT_S = 1e-3, 0.9e-3  # of one row; of each draft in addition
 COLD = 0.55  # share by which the first step after a step with drafts is slower
 WARMS = 0.8  # of that share each further step without drafts keeps this much
 ACCEPTED = 0.7  # 1.7 tokens in 1.9 ms: less than a step without drafts, more than a cold one
-SEEDS = 8
-# Of a draft: in the long run, and right after steps without drafts.
-STEADY_S, FIRST_S = 0.5e-3, 0.85e-3
+SEEDS = 4
 
 
 def chosen(policy: AdaptivePolicy, rows: int, depth: int) -> np.ndarray:
@@ -72,7 +70,7 @@ def share_where_steps_after_drafts_are_slow() -> float:
         lambda count, behind: (
             PLAIN_S * (1 if count else 1 + COLD * WARMS**behind) + DRAFT_S * count
         ),
-        steps=2000,
+        steps=1200,
     )
 
 
@@ -85,24 +83,6 @@ def test_drafts_faster_only_than_the_first_steps_without_are_given_up(
     shortest = adaptive_policy.MIN_EXPERIMENT_STEPS
     monkeypatch.setattr(adaptive_policy, "MAX_EXPERIMENT_STEPS", shortest)
     assert share_where_steps_after_drafts_are_slow() > 0.5
-
-
-def share_where_first_drafts_are_slow() -> float:
-    """1.7 tokens in 1.5 ms, but in 1.85 ms at first, which is what the profile says."""
-    return share_with_drafts(
-        1,
-        CostProfile((1, 2), (PLAIN_S, PLAIN_S + FIRST_S), draft_pass_s=1e-9),
-        lambda count, behind: PLAIN_S + count * (STEADY_S + (FIRST_S - STEADY_S) * 0.5**behind),
-        steps=4000,
-    )
-
-
-def test_drafts_that_pay_only_among_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With probes of a single step they never are."""
-    assert share_where_first_drafts_are_slow() > 0.7
-    monkeypatch.setattr(adaptive_policy, "MIN_EXPERIMENT_STEPS", 1)
-    monkeypatch.setattr(adaptive_policy, "MAX_EXPERIMENT_STEPS", 1)
-    assert share_where_first_drafts_are_slow() < 0.1
 
 
 def test_a_price_is_not_first_learnt_of_the_step_that_was_decided_in() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample
-from cbatch.core.speculation.adaptive_policy import IDLE_STEPS, AdaptivePolicy
+from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits
 from tests.helpers import DraftedRows, RowsToPlan, decoding
@@ -193,10 +193,10 @@ class Cell(NamedTuple):
 
 
 WORLDS = {
-    "wide": (wide, MODEL, (1, 4, 16, 64, 256)),
+    "wide": (wide, MODEL, (1, 8, 64, 256)),
     "half and half": (half_and_half, MODEL, (8, 128)),
-    "half and half, lookup": (half_and_half, LOOKUP, (32, 64, 128, 256)),
-    "hopeless": (hopeless, MODEL, (1, 8, 64, 256)),
+    "half and half, lookup": (half_and_half, LOOKUP, (32, 128)),
+    "hopeless": (hopeless, MODEL, (1, 64)),
 }
 
 
@@ -218,28 +218,19 @@ def cells() -> dict[tuple[str, int], Cell]:
     return cells
 
 
-def table(cells: dict[tuple[str, int], Cell]) -> str:
-    lines = [
-        f"{name:>22} {batch:4}: {cell.to_best:.3f} of best fixed, {cell.to_off:.3f} of off,"
-        f" drafts in {cell.share:.0%} of steps"
-        for (name, batch), cell in cells.items()
-    ]
-    return "\n" + "\n".join(lines)
-
-
 def test_never_far_from_the_best_fixed_k_and_on_average_above(cells) -> None:
     # Hysteresis and estimates hide a gain of 3 %, which is what drafts of "hopeless" would bring.
-    assert min(cell.to_best for cell in cells.values()) >= 0.96, table(cells)
+    assert min(cell.to_best for cell in cells.values()) >= 0.96, cells
     clear = [cell.to_best for (name, _), cell in cells.items() if name != "hopeless"]
-    assert min(clear) >= 0.98, table(cells)
-    assert np.exp(np.mean([np.log(cell.to_best) for cell in cells.values()])) >= 1, table(cells)
+    assert min(clear) >= 0.98, cells
+    assert np.exp(np.mean([np.log(cell.to_best) for cell in cells.values()])) >= 1, cells
 
 
 def test_never_below_drafting_nothing(cells) -> None:
     """Trap 5 (acceptance alone ignores load): at large batches almost no step drafts."""
-    assert min(cell.to_off for cell in cells.values()) >= 0.98, table(cells)
+    assert min(cell.to_off for cell in cells.values()) >= 0.98, cells
     shares = [cell.share for cell in cells.values()]
-    assert min(shares) < 0.1 and max(shares) > 0.95, "both occur" + table(cells)
+    assert min(shares) < 0.1 and max(shares) > 0.95, ("both occur", cells)
 
 
 def test_on_a_mix_better_than_every_fixed_k(cells) -> None:
@@ -247,24 +238,13 @@ def test_on_a_mix_better_than_every_fixed_k(cells) -> None:
     pair of k's is uniform up to 128 rows, by enumeration. `adaptive` matches it there."""
     for (name, _), cell in cells.items():
         if name == "half and half, lookup":
-            assert cell.to_best > 1.02, table(cells)
+            assert cell.to_best > 1.02, cells
         elif name == "half and half":
-            assert cell.to_best > 0.985, table(cells)
+            assert cell.to_best > 0.985, cells
 
 
 def test_on_and_off_are_kept_for_a_while(cells) -> None:
     assert max(cell.switches_per_100_steps for cell in cells.values()) <= 2
-
-
-def test_without_weights_hard_rows_fill_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    worlds = {batch: requests_for(half_and_half, batch) for batch in (8, 16, 32, 64)}
-    weighted = {n: adaptive(MODEL, worlds[n], n).tokens_per_s for n in worlds}
-    monkeypatch.setattr(
-        "cbatch.core.speculation.draft_allocation.weights",
-        lambda values, *_: np.ones(values.shape[1]),
-    )
-    ratios = [adaptive(MODEL, worlds[n], n).tokens_per_s / weighted[n] for n in worlds]
-    assert np.exp(np.mean(np.log(ratios))) < 0.99, ratios
 
 
 def test_without_a_profile_and_with_stalls_it_learns_the_prices() -> None:
@@ -298,61 +278,6 @@ def test_when_most_requests_leave_it_is_decided_at_once() -> None:
     assert ask(policy, np.full(8, DEPTH, np.int32), 64).all() and policy.drafting
 
 
-def count_decisions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the steps of the decisions that `policy` makes from now on."""
-    decisions: list[int] = []
-    decide = AdaptivePolicy._decide
-
-    def counted(self, step):
-        decisions.append(self._steps)
-        return decide(self, step)
-
-    monkeypatch.setattr(AdaptivePolicy, "_decide", counted)
-    return decisions
-
-
-def test_while_no_row_drafts_a_newcomer_forces_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither does its prompt, in whose steps one row fewer decodes. The return of a preempted row
-    with better acceptance does."""
-    policy, caps = idle(2, 500), np.full(2, DEPTH, np.int32)
-    assert not policy.drafting
-    decisions, drafts = count_decisions(monkeypatch), []
-    for step in range(20 * IDLE_STEPS):
-        if step % 20 < 2:
-            policy.leave(0)
-            policy.enter(0, None)
-        k = ask(policy, caps[: 2 - (step % 20 < 2)], 2 * DEPTH)
-        drafts.append(np.count_nonzero(k))
-    assert max(drafts) == 1, "experiments alone"
-    experiments = np.count_nonzero(np.diff(drafts) == 1)  # two decisions each, at begin and end
-    assert not policy.drafting and len(decisions) <= 21 + 2 * experiments
-    policy.leave(0)
-    policy.enter(0, (400.0, 401.0))
-    before = len(decisions)
-    ask(policy, caps, 2 * DEPTH)
-    assert len(decisions) == before + 1
-
-
-def test_while_rows_draft_newcomers_force_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decision is made once a quarter of the rows is new, at most every fourth step."""
-    rows = 4
-    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=2), PolicyLimits(rows, rows * 3))
-    caps = np.full(rows, 2, np.int32)
-    for slot in range(rows):
-        policy.enter(slot, (95.0, 100.0))
-    decisions = count_decisions(monkeypatch)
-    for step in range(400):
-        if step % 5 == 0:
-            policy.leave(step // 5 % rows)
-            policy.enter(step // 5 % rows, (95.0, 100.0))
-        k = ask(policy, caps, rows * 2)
-        cost = StepSample(decoding(rows, drafts=int(k.sum()), depth=int(k.max())), 1e-9, 50e-3)
-        policy.observe(DraftedRows(slice(0, rows), k, k, cost))
-    assert policy.drafting
-    between = np.diff(decisions[len(decisions) // 2 :])
-    assert between.max() <= 5 and between.min() >= 4, between
-
-
 def test_one_that_leaves_takes_its_own_verdicts_along() -> None:
     policy, rows = idle(2, 100), slice(0, 2)
     drafted = np.full(2, 4, np.int32)
@@ -366,13 +291,10 @@ def test_one_that_leaves_takes_its_own_verdicts_along() -> None:
     assert policy.estimate[0, 1] < before[0, 1]
 
 
-def test_while_no_row_drafts_decisions_are_rare_and_probes_cost_little(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_while_no_row_drafts_probes_cost_little() -> None:
     policy = idle(32, 500)
     assert not policy.drafting
     caps, nothing = np.full(32, DEPTH, np.int32), np.zeros(32, np.int32)
-    decisions = count_decisions(monkeypatch)
     probes = []
     for _ in range(4000):
         k = ask(policy, caps, 32 * DEPTH)
@@ -381,9 +303,7 @@ def test_while_no_row_drafts_decisions_are_rare_and_probes_cost_little(
         work = decoding(32, drafts=int(k.sum()), depth=int(k.max()))
         cost = StepSample(work, 2e-3 * work.draft_depth, 5e-3 + 1e-3 * work.draft_tokens)
         policy.observe(DraftedRows(slice(0, 32), k, nothing, cost))
-    # One more decision when a probe is due.
     assert not policy.drafting
-    assert len(decisions) <= 4000 // IDLE_STEPS + 1 + len(probes)
     # A probe of a draft takes 3 ms in addition to steps of 5 ms.
     assert len(probes) >= 3 and len(probes) * 3 / (4000 * 5) < 0.01
     assert all(k.sum() == 1 for k in probes), "a draft of one row"
@@ -402,29 +322,6 @@ def test_a_row_without_drafts_among_others_gets_some_again() -> None:
         refused[step] = k[0] > 0 and not k[1]
     assert refused[:300].any(), "it was left out"
     assert not refused[-50:].any(), "it drafts as the other does"
-
-
-def test_a_profile_of_another_day_is_found_out_soon() -> None:
-    """Steps without drafts are measured before much depends on them. The profile here says that
-    they take as long as steps with drafts, which makes drafts useless."""
-    machine = Machine(read_s=2e-3, token_s=1e-3)
-    profile = CostProfile((1, 64), (36.5e-3, 36.6e-3), draft_pass_s=machine.pass_s)
-    policy = AdaptivePolicy(
-        LookaheadConfig(policy="adaptive", k=DEPTH), PolicyLimits(4, 4 * (1 + DEPTH), profile)
-    )
-    caps, accepted = np.full(4, DEPTH, np.int32), np.array([1, 1, 0, 0], np.int32)
-    for slot in range(4):
-        policy.enter(slot, None)
-    drafting = np.zeros(100, dtype=np.bool_)
-    for step in range(100):
-        k = ask(policy, caps, 4 * DEPTH)
-        drafting[step] = k.any()
-        work = decoding(4, drafts=int(k.sum()), depth=int(k.max()))
-        target_s = float(machine.target_s(4 + int(k.sum())))
-        cost = StepSample(work, machine.pass_s * int(k.max()), target_s)
-        policy.observe(DraftedRows(slice(0, 4), k, np.minimum(accepted, k), cost))
-    assert drafting[:8].all(), "the profile is believed"
-    assert drafting[40:].mean() < 0.2, drafting.tolist()
 
 
 @pytest.mark.parametrize("new_prompts", [False, True])

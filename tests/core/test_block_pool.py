@@ -7,10 +7,8 @@ import random
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cbatch.core.scheduler.block_pool import ROOT, BlockPool, Match, Node, root_of
+from cbatch.core.scheduler.block_pool import ROOT, BlockPool, EvictionQueue, Match, Node, root_of
 
 SIZE = 4
 ROOTS = (ROOT, root_of("a"), root_of("b"))
@@ -74,35 +72,6 @@ def test_tainted_blocks_leave_the_cache_and_are_zeroed_when_handed_out() -> None
     pool.release(again)
     pool.allocate(2)
     assert len(pool.take_to_zero()) == 0  # each block is returned once
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_counts_hold_under_any_order_of_calls(data: st.DataObject) -> None:
-    pool = BlockPool(data.draw(st.integers(1, 12)), SIZE)
-    sequences: list[np.ndarray] = []
-    for _ in range(data.draw(st.integers(1, 25))):
-        sequence = tokens(*data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4)))
-        root = data.draw(st.sampled_from(ROOTS))
-        action = data.draw(st.sampled_from(["compute", "hit", "release", "taint", "clear"]))
-        if action == "compute" and len(sequence) // SIZE <= pool.num_available:
-            sequences.append(compute(pool, sequence, root))
-        elif action == "hit":
-            match = pool.match(sequence, len(sequence) // SIZE, root)
-            pool.acquire(match.blocks)
-            sequences.append(np.asarray(match.blocks, dtype=np.int32))
-        elif action == "release" and sequences:
-            pool.release(sequences.pop(data.draw(st.integers(0, len(sequences) - 1))))
-        elif action == "taint" and sequences:
-            pool.taint(sequences[-1])
-        elif action == "clear":
-            pool.clear_cache()
-            assert pool.num_cached == 0
-        pool.check()
-    for blocks in sequences:
-        pool.release(blocks)
-    pool.check()
-    assert pool.num_available == pool.num_blocks
 
 
 class CheckedPool(BlockPool):
@@ -205,3 +174,45 @@ def test_the_map_says_of_each_block_what_it_is() -> None:
             assert kept[cell] == sum(block in cached[1:] for block in blocks)
         assert kept.sum() == pool.num_cached
         assert used.sum() == 10 - pool.num_cached - pool.num_free
+
+
+# --- the queue of cached blocks -------------------------------------------------------------------
+
+NUM_BLOCKS = 5  # few, so that the queue of twice as many entries soon wraps
+
+
+def play(played: list[tuple[str, int]], seed: int) -> None:
+    """Replay moves of the given sizes, each limited to the number of blocks there are."""
+    rng = np.random.default_rng(seed)
+    queue, expected, num_appended = EvictionQueue(NUM_BLOCKS), list[int](), 0
+    order: list[int] = []  # as appended, with the removed ones until the next is taken
+    for move, count in played:
+        if move == "append":
+            others = [block for block in range(NUM_BLOCKS) if block not in expected]
+            blocks = rng.permutation(others)[:count].astype(np.intp)
+            num_appended += len(blocks)
+            HAPPENED["gaps closed"] += num_appended > 2 * NUM_BLOCKS
+            queue.append(blocks)
+            expected += blocks.tolist()
+            order += blocks.tolist()
+        elif move == "remove":
+            blocks = rng.permutation(expected)[:count].astype(np.intp)
+            queue.remove(blocks)
+            expected = [block for block in expected if block not in blocks]
+            HAPPENED["removed"] += len(blocks)
+        else:
+            count = min(count, len(expected))
+            HAPPENED["taken past gaps"] += order[:count] != expected[:count]
+            assert queue.take(count).tolist() == expected[:count]
+            expected = expected[count:]
+            order = expected.copy()
+        assert queue.check().tolist() == expected and len(queue) == len(expected)
+
+
+def test_the_queue_is_a_list_that_is_taken_from_in_front() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        moves = [(rng.choice(["append", "remove", "take"]), rng.randint(0, 5)) for _ in range(50)]
+        play(moves, seed)
+    for what in ("gaps closed", "removed", "taken past gaps"):
+        assert HAPPENED[what] > 20, what

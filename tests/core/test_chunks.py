@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -124,37 +126,20 @@ def test_nothing_decodes_and_the_whole_budget_is_taken() -> None:
     world.assert_reference()
 
 
-def test_without_durations_the_whole_budget_is_taken() -> None:
-    free = LinearCost(base_s=0, token_s=0, context_token_s=0, row_s=0)
-    tokens, _ = read_prompts(world_of(free), PROMPT_TOKENS)
-    assert max(tokens) == 1020
-
-
 def test_a_first_prompt_is_read_in_small_chunks() -> None:
     _, seconds = read_prompts(world_of(), PROMPT_TOKENS)
     assert max(seconds) < 0.3
 
 
-def test_a_slow_first_step_of_a_size_is_no_price() -> None:
-    """It is no reason to try twice as many tokens either."""
-    costs = StepCosts(1024)
-    costs.observe(4, 0, BASE_S + 4 * TOKEN_S, has_prompts=False)
-    for number in range(4):
-        first_s = 0.4 if number == 0 else 0.0
-        costs.observe(64, 0, BASE_S + 64 * TOKEN_S + first_s, has_prompts=True)
-        assert costs.prompt_tokens(1024) <= (64 if number < 2 else 128)
-
-
 # ---- a target ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", ["off", "fixed:4", "adaptive:4"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("lookahead", "depth"), [("off", 1), ("fixed:4", 0), ("adaptive:4", 1)])
 def test_a_target_is_kept(lookahead: str, depth: int) -> None:
     cost = Attending(base_s=BASE_S, token_s=TOKEN_S, context_token_s=0.0, row_s=0.0, noise=0.1)
     world = world_of(cost, depth=depth, lookahead=lookahead, itl_target_s=0.05)
     read_prompts(world, *[PROMPT_TOKENS] * 2)
-    tokens, seconds = read_prompts(world, *[PROMPT_TOKENS] * 6)
+    tokens, seconds = read_prompts(world, *[PROMPT_TOKENS] * 3)
     assert np.mean(np.array(seconds) > 0.05) <= 0.01
     assert np.median(tokens) > 10
     assert len(set(tokens)) > 3  # contexts grow and chunks shrink
@@ -193,11 +178,10 @@ def test_a_request_may_bring_a_target_of_its_own() -> None:
     assert np.mean(np.array(short) > 0.03) <= 0.02
 
 
-@pytest.mark.parametrize("own_s", [1e-3, 0.012, 0.02])
-def test_a_short_target_of_one_request_is_raised_to_the_floor(own_s: float) -> None:
+def test_a_short_target_of_one_request_is_raised_to_the_floor() -> None:
     world = world_of(min_itl_target_s=0.05)
     read_prompts(world, PROMPT_TOKENS)
-    world.add(make_request("stream of its own", 8, max_tokens=900, itl_target_s=own_s))
+    world.add(make_request("stream of its own", 8, max_tokens=900, itl_target_s=1e-3))
     for _ in range(3):
         world.step()
     tokens, seconds = read_prompts(world, PROMPT_TOKENS)
@@ -205,9 +189,9 @@ def test_a_short_target_of_one_request_is_raised_to_the_floor(own_s: float) -> N
     assert np.mean(np.array(seconds) > 0.05) <= 0.02
 
 
-@pytest.mark.parametrize("hostile_s", [1e-3, 0.009, 0.0131])
+@pytest.mark.parametrize("hostile_s", [1e-3, 0.0131])
 def test_the_target_of_one_request_changes_the_chunks_of_no_other_target(hostile_s: float) -> None:
-    """`hostile_s` can be met by no step, only without a prompt, or by some steps."""
+    """`hostile_s` can be met by no step, or by some steps."""
     cost = Attending(base_s=BASE_S, token_s=TOKEN_S, noise=0.1)
     typical = []
     for attacked in (False, True):
@@ -221,21 +205,6 @@ def test_the_target_of_one_request_changes_the_chunks_of_no_other_target(hostile
         tokens, _ = read_prompts(world, PROMPT_TOKENS)
         typical.append(np.median(tokens))
     assert typical[1] >= 0.8 * typical[0] > 10
-
-
-def test_steps_that_could_not_meet_the_target_teach_nothing() -> None:
-    """Sixty rows take longer than the target even without a prompt. Afterwards chunks are as
-    long as before."""
-    cost = LinearCost(base_s=BASE_S, token_s=TOKEN_S, context_token_s=0.0, row_s=0.0)
-    world = world_of(cost, itl_target_s=0.05, max_num_seqs=64)
-    read_prompts(world, PROMPT_TOKENS)
-    before, _ = read_prompts(world, PROMPT_TOKENS)
-    crowd = [make_request(f"stream of a crowd {i}", 8, max_tokens=60) for i in range(56)]
-    world.add(*crowd)
-    read_prompts(world, 300)
-    steps_until(world, lambda: all(each.request_id in world.finished for each in crowd))
-    after, _ = read_prompts(world, PROMPT_TOKENS)
-    assert np.median(after) >= 0.8 * np.median(before) > 10
 
 
 def test_prompts_go_on_where_no_step_keeps_the_target() -> None:
@@ -316,22 +285,20 @@ def test_a_long_prompt_is_overtaken_by_as_many_tokens_as_it_has_at_most() -> Non
     assert 300 < overtaken <= 600 + 2 * 128
 
 
-def test_no_prompt_overtakes_one_of_a_higher_priority() -> None:
-    world = world_of(queue_policy="priority")
-    world.add(make_request("urgent", PROMPT_TOKENS, max_tokens=1, priority=-1))
+@pytest.mark.parametrize(
+    ("first", "second", "order"),
+    [
+        ({"prompt": PROMPT_TOKENS, "priority": -1}, {"prompt": 60}, [0, 1]),
+        ({"prompt": 900}, {"prompt": PROMPT_TOKENS, "priority": -1}, [1, 0]),
+    ],
+)
+def test_priority_comes_before_length(first: Any, second: Any, order: list[int]) -> None:
+    world, names = world_of(queue_policy="priority"), ["first", "second"]
+    world.add(make_request("first", max_tokens=1, **first))
     for _ in range(3):
         world.step()
-    world.add(make_request("short", 60, max_tokens=1))
-    assert order_of_ends(world, ["urgent", "short"]) == ["urgent", "short"]
-
-
-def test_an_urgent_prompt_overtakes_a_shorter_one() -> None:
-    world = world_of(queue_policy="priority")
-    world.add(make_request("usual", 900, max_tokens=1))
-    for _ in range(3):
-        world.step()
-    world.add(make_request("urgent", PROMPT_TOKENS, max_tokens=1, priority=-1))
-    assert order_of_ends(world, ["usual", "urgent"]) == ["urgent", "usual"]
+    world.add(make_request("second", max_tokens=1, **second))
+    assert order_of_ends(world, names) == [names[i] for i in order]
 
 
 def test_waiting_requests_are_admitted_in_the_order_of_their_arrival() -> None:
@@ -345,8 +312,7 @@ def test_waiting_requests_are_admitted_in_the_order_of_their_arrival() -> None:
 # ---- chunks decide no token ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("lookahead", "depth"), [("off", 1), ("fixed:3", 0)])
 def test_chunk_sizes_move_no_token(lookahead: str, depth: int) -> None:
     outputs, chunks = [], []
     for target_s, noise in ((None, 0.0), (0.05, 0.3), (0.03, 0.1)):

@@ -128,17 +128,6 @@ def test_a_stall_is_forgotten_at_once_and_lifts_nothing(first: str) -> None:
     assert step_s[0] == pytest.approx(step_s[64]) and (np.diff(step_s) >= 0).all()
 
 
-def test_catching_up_is_priced_by_the_token() -> None:
-    model = OnlineCostModel(max_tokens=600)
-    for _ in range(100):
-        model.observe(StepSample(decoding(8, depth=2), 2e-3, 5e-3))
-        ingesting = decoding(8, depth=2, ingested_tokens=400)
-        model.observe(StepSample(ingesting, 2e-3 + 400 * 2e-5, 5e-3))
-    prices = model.prices(8, 0, 16)
-    assert prices.ingest_s == pytest.approx(2e-5, rel=0.05)
-    assert prices.pass_s == pytest.approx(1e-3, rel=0.05)
-
-
 def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
     model = OnlineCostModel(max_tokens=600)
     assert (model.prices(8, 3000, 32).step_s > 0).all(), "a price before anything is known"
@@ -163,51 +152,6 @@ def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
         target_s = before.step_s[0] * np.exp(0.03 * rng.standard_normal())
         model.observe(StepSample(decoding(16, 5000), 0.0, float(target_s)))
     assert model.prices(16, 5000, 64).step_s == pytest.approx(before.step_s, rel=0.15)
-
-
-def test_beyond_what_was_tried_more_tokens_cost_what_the_profile_says() -> None:
-    """It is not extrapolated from measured steps: those brought more rows and contexts along with
-    more tokens."""
-    seen_s = {256: 15e-3, 512: 30e-3}
-    priced = {}
-    for profiled in (True, False):
-        model = OnlineCostModel(PROFILE if profiled else None, max_tokens=1024)
-        for _ in range(20):
-            for tokens, target_s in seen_s.items():
-                work = StepWork(rows=tokens, target_tokens=tokens, logit_tokens=tokens)
-                model.observe(StepSample(work, 0.0, target_s))
-        step_s = model.prices(512, 0, 512).step_s
-        priced[profiled] = (step_s[128] - step_s[0]) / 128
-    profile = PROFILE.table(1024)
-    assert priced[False] == pytest.approx(15e-3 / 256, rel=0.05)
-    assert priced[True] <= 1.1 * ((profile[1024] - profile[512]) / 512 + PROFILE.row_s)
-
-
-def test_a_point_of_another_day_gives_way_to_steps_that_are_seen() -> None:
-    """The profile's price of more rows, not met since, is less than steps of fewer rows take now.
-    The price is raised, and does not lower what was measured many times."""
-    profile = CostProfile((1, 8, 16), (1e-3, 1e-3, 1e-3), draft_pass_s=1e-4)
-    model = OnlineCostModel(profile, max_tokens=600)
-    for _ in range(100):
-        model.observe(StepSample(decoding(8), 0.0, 1e-3))
-        model.observe(StepSample(decoding(7, depth=1), 4e-4, 1.5e-3))
-    prices = model.prices(7, 0, 14)
-    assert prices.pass_s == pytest.approx(4e-4, rel=0.05)
-    assert prices.step_s[7] == pytest.approx(1.5e-3, rel=0.1)
-    assert (np.diff(prices.step_s) >= 0).all()
-
-
-def test_what_drafting_takes_at_any_depth_is_not_spread_over_passes() -> None:
-    """Steps of depth 4 determine the price of one of depth 1, which is more than a quarter of
-    theirs."""
-    profile = CostProfile((1, 64), (2e-3, 3e-3), draft_setup_s=3e-4, draft_pass_s=2e-4)
-    model = OnlineCostModel(profile, max_tokens=600)
-    for _ in range(50):
-        model.observe(StepSample(decoding(8, depth=4), 3e-4 + 4 * 1e-4, 2.5e-3))
-    prices = model.prices(8, 0, 32)
-    assert prices.pass_s == pytest.approx(1e-4, rel=0.05)
-    plain_s = model.prices(8, 0, 0).step_s[0]
-    assert prices.step_s[0] == plain_s and prices.step_s[1] >= plain_s + 3e-4
 
 
 def test_a_step_whose_rows_had_all_ended_teaches_nothing() -> None:

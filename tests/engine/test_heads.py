@@ -27,8 +27,8 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 from tests.gguf_files import Q8_0, convert, gguf_bytes
+from tests.runtime.made_heads import Cold
 from tests.runtime.marks import needs_compiler
-from tests.runtime.test_eagle import Cold
 from tests.smollm2 import needs_smollm2
 
 TARGET = demo_paths()[0]
@@ -81,14 +81,17 @@ def medusa(folder: Path, scale: float) -> Path:
     return folder
 
 
-def test_medusa_heads_change_no_text_and_bad_ones_are_rejected(tmp_path, monkeypatch):
-    """The heads are untrained: their self-test rejects them, and hardly any draft is accepted."""
-    folder = medusa(tmp_path / "heads", 0.0)
+def test_medusa_heads_with_random_guesses_are_rejected(tmp_path):
     with pytest.raises(FieldError, match=r"2 medusa heads; .*always guessing the same token"):
-        load_engine(TARGET, folder)
+        load_engine(TARGET, medusa(tmp_path / "heads", 0.3))
+
+
+def test_medusa_heads_draft_and_change_no_text(tmp_path, monkeypatch):
+    """The heads are untrained, so that hardly any draft is accepted, and their self-test would
+    reject them."""
     monkeypatch.setattr(self_test.HeadTrial, "is_chance", False)
     plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(PROMPTS, GREEDY)
-    llm = LLM(TARGET, folder, lookahead="fixed:2", max_num_seqs=6)
+    llm = LLM(TARGET, medusa(tmp_path / "heads", 0.0), lookahead="fixed:2", max_num_seqs=6)
     for _ in range(2):  # without, then with prefix hits
         completions = llm.generate(PROMPTS, GREEDY)
         assert [c.token_ids for c in completions] == [c.token_ids for c in plain]

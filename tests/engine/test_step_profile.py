@@ -17,8 +17,7 @@ from cbatch.system.cache import cached_result
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.fake import FakeExecutor
 from tests.checking.cost import LinearCost
-from tests.runtime.engines import RecordingExecutor, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import RecordingExecutor, make_request, run_engine, tiny_model
 
 CONFIG = SchedulerConfig(
     num_blocks=4096, max_num_seqs=64, max_model_len=1200, draft_context_tokens=1200

@@ -4,7 +4,7 @@ processors."""
 import torch
 
 from cbatch.runtime.drafting.heads.trial import fresh_kv, whole_text
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import tiny_model
 
 if __name__ == "__main__":
     torch.set_num_threads(8)

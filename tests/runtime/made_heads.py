@@ -6,17 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.runtime.pairs import VOCAB, tiny_config
+from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.kv_cache import KVCache
+from tests.runtime.engines import VOCAB, NoisyWeights, tiny_model
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER = 32, 4, 2, 8, 40
 EPS, THETA = 1e-5, 10000.0
 DRAFTS = 40  # number of ids in a reduced vocabulary
 LAYERS = (0, 1, 2)
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def draft_ids() -> Tensor:
@@ -233,4 +237,36 @@ class MedusaReference:
         return self.t[f"{head}.{block}.weight"] @ z
 
 
-assert tiny_config().hidden_size == HIDDEN
+def target_head() -> Tensor:
+    return NoisyWeights(1).get("lm_head.weight", (VOCAB, HIDDEN))
+
+
+def embedding() -> Tensor:
+    return NoisyWeights(1).get("model.embed_tokens.weight", (VOCAB, HIDDEN))
+
+
+class Cold:
+    """Drafts without any history: the equations, over the whole sequence."""
+
+    def __init__(self, reference: Reference | MedusaReference, layers: tuple[int, ...]) -> None:
+        self.reference, self.model = reference, tiny_model()
+        self.model.keep_hidden(layers)
+
+    def logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
+        return self.reference.logits(tokens, self.states(tokens), drafts)
+
+    def states(self, tokens: list[int]) -> Tensor:
+        model = self.model
+        kv = KVCache(model.config, 64, 4, model.dtype, model.device)
+        hidden = model.allocate_hidden(len(tokens))
+        model.forward(self.batch(tokens), kv, hidden)
+        assert hidden is not None
+        return hidden
+
+    @staticmethod
+    def batch(tokens: list[int], start: int = 0) -> RaggedBatch:
+        """Return a batch of one sequence from position `start` on, with logits of all rows."""
+        n = len(tokens)
+        lens, ends = np.array([n], dtype=np.int32), np.array([start + n], dtype=np.int32)
+        tables, every = np.arange(64, dtype=np.int32)[None], torch.arange(n)
+        return RaggedBatch(torch.tensor(tokens), every + start, lens, ends, tables, every)

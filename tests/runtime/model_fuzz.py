@@ -27,12 +27,11 @@ from cbatch.engine.model_files import chat_template_of
 from cbatch.runtime.model.config import ModelError
 from cbatch.text import ChatTemplateError, TokenizerError
 from tests.gguf_files import gguf_bytes
-from tests.runtime.directory_mutations import DirectoryMutator
-from tests.runtime.gguf_mutations import GgufMutator
 from tests.runtime.made_models import MADE, gguf_parts, make_directory
+from tests.runtime.mutations import GoodFile, good_gguf, good_json, good_safetensors
 
-MOST_S = 1.0
-MOST_MORE_BYTES = 1 << 30
+MAX_S = 1.0
+MAX_MORE_BYTES = 1 << 30
 ATTEMPTS = 3  # for one that took too long: other processes use the machine too
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "for item in"}]
@@ -61,27 +60,37 @@ def mutators(folder: Path) -> list[Make]:
     """Return a mutator for each good model, and check that all of these are served."""
     makers: list[Make] = []
     for name in MADE:
-        path, good = folder / f"{name}.gguf", gguf_bytes(*gguf_parts(name))
-        path.write_bytes(good)
+        path, (metadata, tensors) = folder / f"{name}.gguf", gguf_parts(name)
+        path.write_bytes(gguf_bytes(metadata, tensors))
         assert outcome(path) == SERVED, name
-        makers.append(partial(_mutated_file, GgufMutator(good), path))
+        last_entry = 16 + 8 * len(list(tensors.values())[-1].shape)
+        good = good_gguf(path.read_bytes(), [*metadata, *tensors], last_entry)
+        makers.append(partial(_mutated_file, good, path))
     good_folder = folder / "good"
     good_folder.mkdir()
     make_directory(good_folder)
     assert outcome(good_folder) == SERVED
-    return [*makers, partial(_mutated_directory, DirectoryMutator(good_folder), folder / "mutated")]
+    files = {
+        path.name: (good_json if path.suffix == ".json" else good_safetensors)(path.read_bytes())
+        for path in sorted(good_folder.iterdir())
+    }
+    return [*makers, partial(_mutated_directory, good_folder, files, folder / "mutated")]
 
 
-def _mutated_file(by: GgufMutator, path: Path, chosen: random.Random) -> tuple[Path, str]:
-    what, content = by.mutated(chosen)
+def _mutated_file(good: GoodFile, path: Path, chosen: random.Random) -> tuple[Path, str]:
+    what, content = good.mutated(chosen)
     path.unlink(missing_ok=True)  # a process that has mapped the old file keeps it
     path.write_bytes(content)
     return path, what
 
 
-def _mutated_directory(by: DirectoryMutator, path: Path, chosen: random.Random) -> tuple[Path, str]:
+def _mutated_directory(
+    good: Path, files: dict[str, GoodFile], path: Path, chosen: random.Random
+) -> tuple[Path, str]:
     shutil.rmtree(path, ignore_errors=True)
-    return path, by.mutated(chosen, path)
+    shutil.copytree(good, path)
+    name = chosen.choice(list(files))
+    return path, f"{name}: {_mutated_file(files[name], path / name, chosen)[1]}"
 
 
 def run(folder: Path, seed: int, count: int, first: int = 0) -> dict[str, object]:
@@ -89,12 +98,12 @@ def run(folder: Path, seed: int, count: int, first: int = 0) -> dict[str, object
     made, slowest_s, refusals = mutators(folder), 0.0, Counter[str]()
     statm = Path("/proc/self/statm").read_text()
     now_bytes = int(statm.split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MOST_MORE_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MAX_MORE_BYTES, resource.RLIM_INFINITY))
     for index in range(first, first + count):
         path, what = made[index % len(made)](random.Random(f"{seed} {index}"))
         (folder / "at").write_text(f"mutation {index} of seed {seed}, {path.name}: {what}")
         took_s, message = min(_timed(path))
-        assert took_s <= MOST_S, f"took {took_s:.1f} s: {message}"
+        assert took_s <= MAX_S, f"took {took_s:.1f} s: {message}"
         slowest_s = max(slowest_s, took_s)
         refusals[message.replace(str(path), "")[:60]] += 1
     served = refusals.pop(SERVED, 0)
@@ -108,7 +117,7 @@ def _timed(path: Path) -> Iterator[tuple[float, str]]:
         message = outcome(path)
         took_s = time.process_time() - started_s
         yield took_s, message
-        if took_s <= MOST_S:
+        if took_s <= MAX_S:
             return
 
 

@@ -3,7 +3,6 @@ change a bit."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from cbatch.runtime.compiled import Blocks, CompiledProduct, OutputRuns
 from cbatch.runtime.compiled import product as product_module
-from cbatch.runtime.compiled.product import BLOCK_TYPES
 from cbatch.runtime.model.gguf_blocks import dequantised
 from cbatch.runtime.model.gguf_file import TYPES
 from tests.runtime.marks import needs_compiler
@@ -23,7 +21,6 @@ from tests.runtime.test_gguf_blocks import blocks
 
 pytestmark = needs_compiler
 OUT, COLUMNS = 70, 512  # the last panel is not full
-EVERY_TYPE = pytest.mark.parametrize("name", BLOCK_TYPES)
 
 
 def stored(name: str, out: int = OUT) -> tuple[Blocks, Tensor]:
@@ -68,13 +65,7 @@ def assert_values(name: str) -> None:
     assert (wrong <= 1.01 * bound + 1e-5).all() and (wrong > 0).any()
 
 
-@EVERY_TYPE
-def test_values(name: str) -> None:
-    assert_values(name)
-
-
-@EVERY_TYPE
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("name", "threads"), [("Q4_K", 1), ("Q8_0", 2)])
 def test_company_changes_no_bit(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_module, "SINGLE_THREAD_BELOW", 0)
     product, x = whole(stored(name, 410)[0]), torch.randn(70, COLUMNS)
@@ -82,7 +73,7 @@ def test_company_changes_no_bit(name: str, threads: int, monkeypatch: pytest.Mon
     expected = product(x, 70)
     torch.set_num_threads(threads)
     for start in (0, 5):
-        for rows in (*range(1, 18), 33, 64):
+        for rows in (1, 2, 7, 8, 17, 33, 64):
             some = x[start : start + rows].contiguous()
             assert torch.equal(product(some, rows), expected[start : start + rows])
 
@@ -126,19 +117,6 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> tuple[CompiledProduct, Tensor, Te
     return product, x, expected
 
 
-def test_threads_on_a_busy_machine(shared: tuple[CompiledProduct, Tensor, Tensor]) -> None:
-    product, x, expected = shared
-    loop = "while True: pass"
-    busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(os.cpu_count() or 1)]
-    try:
-        for _ in range(300):
-            assert torch.equal(product(x, 20), expected)
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-
-
 def test_callers_at_once(shared: tuple[CompiledProduct, Tensor, Tensor]) -> None:
     """One caller has the threads; the other computes without them."""
     product, x, expected = shared
@@ -146,7 +124,7 @@ def test_callers_at_once(shared: tuple[CompiledProduct, Tensor, Tensor]) -> None
 
     def call() -> None:
         torch.set_num_threads(2)
-        wrong.extend(i for i in range(200) if not torch.equal(product(x, 20), expected))
+        wrong.extend(i for i in range(60) if not torch.equal(product(x, 20), expected))
 
     callers = [threading.Thread(target=call) for _ in range(3)]
     for caller in callers:

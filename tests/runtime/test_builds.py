@@ -221,7 +221,7 @@ def products(columns: int = COLUMNS) -> dict[str, CompiledProduct]:
 def test_products_are_right() -> None:
     for name in BLOCK_TYPES:
         assert_values(name)
-    for columns in (1, 2, 63, 513):
+    for columns in (1, 63, 513):
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = rows(columns), dense(dtype, columns)
             expected, size = x.double() @ weight.double().T, x.abs() @ weight.abs().float().T
@@ -236,7 +236,7 @@ def test_company_changes_no_bit(columns: int) -> None:
     x = rows(columns)
     for name, product in products(columns).items():
         expected = product(x, MOST_ROWS)
-        for count in range(1, 18):
+        for count in (1, 2, 3, 4, 5, 8, 9, 16, 17):
             some = x[5 : 5 + count].contiguous()
             assert torch.equal(product(some, count), expected[5 : 5 + count]), (name, count)
 
@@ -302,18 +302,6 @@ def test_passes_have_the_bits_of_their_width(
             first = by_width.setdefault((width, name in (*FUSED, BY_HAND)), computed)
             assert torch.equal(computed, first), name
     assert len(by_width) < 2 or not torch.equal(*list(by_width.values())[:2])
-
-
-def test_tiles_by_hand_are_those_of_a_processor(libraries: dict[str, ctypes.CDLL]) -> None:
-    if "amx" not in libraries:
-        pytest.skip("needs a processor with AMX")
-    x, weight = rows(COLUMNS), dense(torch.bfloat16, COLUMNS)
-    results = []
-    for name in ("amx", BY_HAND):
-        with pytest.MonkeyPatch.context() as patch:
-            use(libraries[name], patch)
-            results.append(CompiledProduct(weight, None, None)(x, MOST_ROWS))
-    assert torch.equal(*results)
 
 
 @pytest.mark.slow

@@ -18,8 +18,7 @@ from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.drafting.suffix import SuffixLookup
-from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine, tiny_model
 from tests.runtime.test_drafter import CheckedDraftModel
 
 VOCAB, NOISE = 12, 0.08

@@ -12,8 +12,14 @@ from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.drafting.contract import DraftRows, Proposal
-from tests.runtime.engines import RecordingExecutor, Run, make_request, run_engine
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import (
+    VOCAB,
+    RecordingExecutor,
+    Run,
+    make_request,
+    run_engine,
+    tiny_model,
+)
 
 NOISE = 0.08
 

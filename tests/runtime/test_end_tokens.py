@@ -30,14 +30,13 @@ def directory(folder: Path, eos: int | None = START, **files: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("impl", ["own", "transformers"])
 @pytest.mark.parametrize(
-    "files",
+    ("files", "impl"),
     [
-        {"tokenizer_config": {"eos_token": "<|im_end|>"}},
-        {"tokenizer_config": {"eos_token": WHOLE}},
-        {"special_tokens_map": {"eos_token": "<|im_end|>"}},
-        {"special_tokens_map": {"eos_token": WHOLE}, "tokenizer_config": {}},
+        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, "own"),
+        ({"tokenizer_config": {"eos_token": WHOLE}}, "transformers"),
+        ({"special_tokens_map": {"eos_token": "<|im_end|>"}}, "own"),
+        ({"special_tokens_map": {"eos_token": WHOLE}, "tokenizer_config": {}}, "own"),
     ],
 )
 def test_a_text_ends_where_the_tokenizer_says(tmp_path: Path, files: Any, impl: str) -> None:
@@ -98,11 +97,14 @@ def test_an_end_token_of_the_vocabulary_itself(tmp_path: Path, model: models.Mod
     assert ids(path) == (START, raw.token_to_id("<|eot_id|>"))
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", CONFIG, MAP])
 @pytest.mark.parametrize(
-    "make",
-    [os.mkfifo, lambda file: file.symlink_to("/dev/zero"), Path.mkdir],
-    ids=["pipe", "device", "folder"],
+    ("name", "make"),
+    [
+        ("config.json", os.mkfifo),
+        ("generation_config.json", lambda file: file.symlink_to("/dev/zero")),
+        (CONFIG, Path.mkdir),
+        (MAP, os.mkfifo),
+    ],
 )
 def test_what_is_no_regular_file_is_named(
     tmp_path: Path, name: str, make: Callable[[Path], None]

@@ -18,8 +18,14 @@ from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
-from tests.runtime.engines import RecordingExecutor, admission, make_request, run_engine
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import (
+    VOCAB,
+    RecordingExecutor,
+    admission,
+    make_request,
+    run_engine,
+    tiny_model,
+)
 from tests.runtime.reference import written_kv
 
 NOISE = 0.08
@@ -210,9 +216,6 @@ def test_flaw_a1_kv_is_that_of_the_emitted_tokens(temperature):
     assert (run.accepted < run.drafted).any() and run.accepted.any()
 
 
-# --- sampling through the engine ------------------------------------------------------------------
-
-
 # --- broken numbers and faults --------------------------------------------------------------------
 
 
@@ -236,8 +239,7 @@ class _PoisonTarget(RecordingExecutor):
         return super().run(plan)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
+@pytest.mark.parametrize(("depth", "lookahead"), [(0, "off"), (1, "fixed:3")])
 def test_non_finite_logits_end_one_request_and_its_blocks_are_clean_for_a_neighbour(
     depth, lookahead
 ):

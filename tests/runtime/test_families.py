@@ -131,11 +131,7 @@ def test_logits_are_those_of_the_eager_pass(
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "kind",
-    ["cohere2", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "mixtral", "olmo2", "phi"]
-    + ["phi3", "qwen2_moe", "qwen3_moe", "starcoder2"],
-)
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "phi3", "qwen2_moe"])
 def test_text_is_that_of_the_eager_pass(kind: str, tmp_path: Path) -> None:
     """The pool is too small, the prefix cache has hits, and drafts are on and off."""
     net = make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
@@ -153,7 +149,7 @@ def test_text_is_that_of_the_eager_pass(kind: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "phi", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen2_moe"])
 def test_half_precision_and_threads_leave_a_row_its_bits(kind: str, tmp_path: Path) -> None:
     make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
     # It has only one implementation.
@@ -322,19 +318,8 @@ def test_a_head_for_such_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_such_a_model_drafts_for_another(tmp_path: Path) -> None:
-    net = make("olmo2", tmp_path)
-    prompt = sequences((9,))[0].tolist()
-    llm = LLM(tmp_path, tmp_path, lookahead="fixed:3", **SCARCE | {"model_impl": "auto"})
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    (done,) = llm.generate(prompt, params)
-    assert_greedy(net, [prompt], [done], 12)
-    assert done.speculation.mean_accepted_tokens > 2
-
-
-@needs_compiler
 def test_random_weights_are_drawn(tmp_path: Path) -> None:
-    for kind in ("gpt_oss", "phi", "phi3", "qwen2_moe"):
+    for kind in ("gpt_oss", "phi"):
         tiny_config(kind).save_pretrained(tmp_path)
         model = load_model(tmp_path, random_weights_seed=0, dtype="float32")
         kv = KVCache(model.config, 4, 4, torch.float32, "cpu")

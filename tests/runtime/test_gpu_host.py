@@ -39,7 +39,7 @@ from cbatch.runtime.gpu.memory import check_pool, kv_dtype_of
 from cbatch.runtime.model.config import ModelConfig
 from tests.helpers import make_request
 from tests.runtime import engines
-from tests.runtime.pairs import NoisyWeights, tiny_config, tiny_model
+from tests.runtime.engines import NoisyWeights, tiny_config, tiny_model
 from triton_kernels.attention import Heads
 
 I32 = np.int32

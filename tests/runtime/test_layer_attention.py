@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -117,13 +117,10 @@ def all_of(shape: LayerShape) -> list[Made]:
     return [made(shape, context, seed) for seed, (_, context) in enumerate(RAGGED)]
 
 
-def assert_right(
-    name: str, block_size: int, dtype: torch.dtype, computed: LayerShape | None = None
-) -> None:
-    """Check outputs. `computed` is the shape that computes, if it is not `shape`."""
+def assert_right(name: str, block_size: int, dtype: torch.dtype) -> None:
     shape = SHAPES[name]
     sequences = all_of(shape)
-    cache = Cache(computed or shape, [n for _, n in RAGGED], block_size, dtype)
+    cache = Cache(shape, [n for _, n in RAGGED], block_size, dtype)
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
     for output, of, (rows, _) in zip(ragged(cache, sequences), sequences, RAGGED, strict=True):
         torch.testing.assert_close(
@@ -152,24 +149,6 @@ def test_without_pairs_only_what_is_stored_is_rounded(name: str) -> None:
         stored = Made(of.q, of.k.bfloat16().float(), of.v.bfloat16().float())
         expected = reference(shape, stored)[-rows:]
         torch.testing.assert_close(computed.double(), expected, rtol=2e-5, atol=2e-5)
-
-
-BROKEN: dict[str, dict[str, Any]] = {
-    "window": {"window": 19},
-    "no window": {"window": None},
-    "soft cap": {"softcap": None},
-    "sinks": {"sinks": None},
-    "order of sinks": {"sinks": SINKS.flip(0)},
-    "scale": {"scale": 0.4},
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_wrong_layer_would_be_seen(what: str) -> None:
-    """The check has power in bf16, too, where the tolerance is wider."""
-    wrong = SHAPES["all of it"]._replace(**BROKEN[what])
-    with pytest.raises(AssertionError, match="not close"):
-        assert_right("all of it", 16, torch.bfloat16, wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -47,7 +47,7 @@ def test_values(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
         (torch.randn(shape[0], generator=gen).to(dtype), torch.rand(shape[1]) + 0.5, NO_PADDING),
     ):
         product = Linear(weight, bias, scale, ProductPlan(kind, padding, True))
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 23, 64):
+        for rows in (1, 2, 3, 4, 5, 8, 9, 23):
             x = torch.randn(rows, shape[1], generator=gen)
             scaled = x if scale is None else x * scale
             out = product(x)
@@ -62,7 +62,7 @@ def test_values(kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> None:
 @needs_packing
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("shape", [(192, 64), (64, 96), (199, 63), (203, 256)])
+@pytest.mark.parametrize("shape", [(192, 64), (199, 63)])
 @EVERY_DTYPE
 def test_invariant_plans_keep_their_word(
     compiled: bool,
@@ -84,7 +84,7 @@ def test_invariant_plans_keep_their_word(
     for count in (threads, 3 - threads) if compiled else (threads,):
         torch.set_num_threads(count)
         for start in (0, 1, 7):
-            for rows in [*range(1, 34), 64, 150]:
+            for rows in [*range(1, 18), 33, 64, 150]:
                 some = x[start : start + rows].contiguous()
                 assert torch.equal(product(some), whole[start : start + rows])
 

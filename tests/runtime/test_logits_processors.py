@@ -16,8 +16,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams, StructuredOutputs
 from cbatch.runtime.sampling import logits_processors as processors
 from cbatch.runtime.sampling.logits_processors import ProcessorChain, processors_of
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import VOCAB, Run, make_request, run_engine, tiny_model
 from tests.runtime.reference import next_logits
 
 NOISE = 0.06
@@ -86,22 +85,9 @@ def check_chain(params: SamplingParams, prompt: list[int], moves: list[Any]) -> 
 
 
 @given(params_strategy, st.lists(token, max_size=20), moves_strategy)
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_shaping_follows_its_definition(params, prompt, moves):
     check_chain(params, prompt, moves)
-
-
-def test_penalties_grow_beyond_their_first_room():
-    params = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
-    chain = processors_of(params, (), [3], 1000)
-    tokens = np.random.default_rng(0).integers(0, 1000, 700).tolist()
-    for token in tokens:
-        chain.advance(token)
-    chain.rollback(300)
-    row = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    want = slow_shape(row.double().numpy(), params, (), [3], tokens[:400])
-    chain.shape(row)
-    assert np.allclose(row.numpy(), want, atol=1e-4) and len(set(tokens)) > 128
 
 
 # --- through the engine ---------------------------------------------------------------------------

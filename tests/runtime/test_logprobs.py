@@ -19,12 +19,10 @@ from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
 from cbatch.engine.threaded import ThreadedExecutor
 from cbatch.llm import complete_all
-from cbatch.runtime.cpu import verify as verification
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.sampling.logprobs import describe
 from cbatch.text.outputs import Completion, TokenLogprob
-from tests.runtime.engines import RecordingExecutor, parse_lookahead
-from tests.runtime.pairs import VOCAB, tiny_model
+from tests.runtime.engines import VOCAB, RecordingExecutor, parse_lookahead, tiny_model
 from tests.runtime.reference import next_logits, slow_filter
 from tests.runtime.test_executor import admit
 from tests.runtime.test_logits_processors import slow_shape
@@ -186,9 +184,8 @@ def test_ties_go_to_the_lowest_id():
     assert describe(0, 7, logits, np.array([2, 4]), 20).top.shape == (2, 5)
 
 
-@pytest.mark.parametrize("vocab", [64, 1000, 50_001])
-def test_a_row_has_the_same_bits_in_any_company(vocab):
-    rows = torch.randn(7, vocab, generator=torch.Generator().manual_seed(1)) * 4
+def test_a_row_has_the_same_bits_in_any_company():
+    rows = torch.randn(7, 5001, generator=torch.Generator().manual_seed(1)) * 4
     tokens = np.arange(7)
     together = describe(0, 0, rows, tokens, 5)
     for i in range(7):
@@ -223,49 +220,8 @@ def test_prompts_in_chunks_during_decodes_and_after_preemptions(depth):
     assert world.scheduler.stats.preemptions > 0
 
 
-def test_prefix_hits_are_bypassed_where_a_prompt_is_wanted():
-    world = World(lookahead="fixed:3")
-    world.complete()  # fills the cache
-    hits = world.scheduler.stats.prefix_hit_tokens
-    assert numbers(world.complete(prompt_logprobs=2)) == numbers(plain_prompts())
-    assert world.scheduler.stats.prefix_hit_tokens == hits
-    world.complete()
-    assert world.scheduler.stats.prefix_hit_tokens > hits
-
-
-def test_one_of_several_choices_brings_those_of_the_prompt():
-    world = World(lookahead="fixed:3")
-    for completion, alone in zip(
-        world.complete(prompt_logprobs=2, n=3), plain_prompts(), strict=True
-    ):
-        assert completion.choices[0].prompt_logprobs == alone.prompt_logprobs
-        assert [c.prompt_logprobs for c in completion.choices[1:]] == [None, None]
-        assert all(len(c.logprobs or ()) == 16 for c in completion.choices)
-    assert world.scheduler.stats.prefix_hit_tokens > 50
-
-
-def test_a_prompt_of_one_token():
-    world = World()
-    (done,) = complete_all(world.engine, [[5]], [SamplingParams(prompt_logprobs=1, logprobs=1)])
-    assert done.prompt_logprobs == (None,) and len(done.logprobs or ()) == 16
-
-
 def test_an_admission_that_would_lose_some_is_refused():
     admission = admit(0, [1, 2, 3, 4, 5], prompt_logprobs=0)
     structs.force_setattr(admission, "kv_len_tokens", 4)
     with pytest.raises(ValueError, match="prompt are requested"):
         World().executor.table.admit(admission)
-
-
-# --- broken variants ------------------------------------------------------------------------------
-
-
-def test_the_first_rows_numbers_for_a_whole_run_are_noticed(monkeypatch):
-    """Broken: an engine that computes one row of logits a step reports it for a whole run."""
-
-    def first_row(slot: int, first: int, logits: Any, tokens: Any, top: int) -> Any:
-        return describe(slot, first, logits[:1].expand_as(logits), tokens, top)
-
-    monkeypatch.setattr(verification, "describe", first_row)
-    assert numbers(World().complete()) == numbers(plain())
-    assert numbers(World(lookahead="fixed:3").complete()) != numbers(plain())

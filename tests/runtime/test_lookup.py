@@ -16,9 +16,8 @@ from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
 from cbatch.runtime.drafting.ngram import NgramLookup
 from cbatch.runtime.drafting.suffix import SuffixLookup
 from cbatch.runtime.input_batch import InputBatch
-from tests.runtime.engines import admission
+from tests.runtime.engines import VOCAB, admission
 from tests.runtime.marks import has_compiler
-from tests.runtime.pairs import VOCAB
 
 Maker = Callable[..., Lookup]
 

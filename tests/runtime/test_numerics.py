@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cbatch.runtime.compiled import build_name
-from cbatch.runtime.cpu import linear, numerics
+from cbatch.runtime.cpu import linear
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
-from cbatch.runtime.cpu.linear import NO_PADDING, Linear, Machine, ProductPlan
-from cbatch.runtime.cpu.numerics import resolve_numerics
+from cbatch.runtime.cpu.linear import (
+    NO_PADDING,
+    Linear,
+    Machine,
+    ProductPlan,
+    resolve_numerics,
+)
 from cbatch.runtime.cpu.products import Kind, packing_available
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config_json import load_config
@@ -30,8 +33,9 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"head_dim": 64, "num_key_value_heads": 4}),
     "qwen2": ("qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4}),
+    "narrow": ("mistral", {"sliding_window": 37}),
+    "itself": ("mistral", {"sliding_window": 1, "head_dim": 8}),
     "qwen3": ("qwen3", {"head_dim": 128}),
-    "tiny_heads": ("llama", {"head_dim": 8}),
     "one_head": ("llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}),
 }
 pytestmark = pytest.mark.skipif(
@@ -49,55 +53,23 @@ def cache(model: Model, block_size: int = 16) -> KVCache:
     return KVCache(model.config, 1500 // block_size, block_size, model.dtype, model.device)
 
 
-@pytest.mark.usefixtures("decoder_pass")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str) -> None:
+def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str, decoder_pass: str) -> None:
     """Sequences are longer than two segments of values (128) and windows (70 and 90); query lengths
     fall on both sides of every cut."""
     model = loaded(tmp_path, shape, dtype)
     sequences = [tokens_of(i, n) for i, n in enumerate((150, 37, 301))]
     expected: Tensor | None = None
     few = (60, 1, 240)
-    sizes = [([301], ()), ([1], few), ([2, 3], few), ([33, 5, 8], ())]
-    sizes += [([129, 31, 32], ()), ([64, 1, 1, 17], ())]
+    sizes = [([301], ()), ([1], few), ([33, 5, 8], ()), ([129, 31, 32], ()), ([64, 1, 17], ())]
     for seed, (chunks, firsts) in enumerate(sizes):
         kv = cache(model)
+        if decoder_pass == "compiled":
+            kv.data[:, :, :, : kv.num_blocks] = float("nan")  # left over from an earlier owner
         logits = run_all(model, kv, paged(kv, sequences, seed), chunks, firsts)
         expected = logits if expected is None else expected
         assert torch.equal(logits, expected), f"chunks {chunks}"
-
-
-@pytest.mark.usefixtures("decoder_pass")
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ["llama", "qwen3"])
-def test_company(tmp_path: Path, shape: str, dtype: str, threads: int) -> None:
-    """A row is alone, then among 1 to 40 others that bring 1 to 12 tokens each, or a chunk."""
-    torch.set_num_threads(threads)
-    model = loaded(tmp_path, shape, dtype)
-    rng = np.random.default_rng(zlib.crc32(shape.encode()))
-    watched = tokens_of(0, 60)
-    kv = cache(model)
-    alone = run_all(model, kv, paged(kv, [watched]), [60])
-    counts = [1, 2, 3, 5, 8, 13, 21, 40] if threads == 1 else [1, 7, 8, 40]
-    totals = set()
-    for others in counts:
-        lengths = rng.integers(1, 13, others)
-        if others % 2:
-            lengths[:] = 1
-        if others == 13:
-            lengths[4] = 200
-        sequences = [tokens_of(1 + i, 10 + n) for i, n in enumerate(lengths)]
-        kv = cache(model)
-        mine, *rest = paged(kv, [watched, *sequences], seed=others)
-        step(model, kv, [(mine, 57), *((s, 10) for s in rest)])
-        at = others // 2  # the compared row is in the middle
-        chunks = [(s, int(n)) for s, n in zip(rest, lengths, strict=True)]
-        chunks.insert(at, (mine, 3))
-        totals.add(sum(n for _, n in chunks))
-        assert torch.equal(step(model, kv, chunks)[at], alone[57:]), f"{others} others"
-    assert len(totals) > len(counts) // 2, "compositions had different numbers of rows"
 
 
 @pytest.mark.usefixtures("decoder_pass")
@@ -167,8 +139,9 @@ MACHINES = {
 
 @needs_compiler
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("mode", ["auto", "invariant", "fast"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("auto", "float32"), ("invariant", "bfloat16"), ("fast", "bfloat16")]
+)
 def test_no_clock_has_a_say_in_what_computes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -205,7 +178,7 @@ def test_auto_is_invariant_where_every_product_is(
     def plan(shape: tuple[int, int], *where: object, **settings: object) -> ProductPlan:
         return ProductPlan(Kind.NATIVE, NO_PADDING, invariant[shape])
 
-    monkeypatch.setattr(numerics, "make_plan", plan)
+    monkeypatch.setattr(linear, "make_plan", plan)
     assert resolve_numerics("auto", config, torch.float32).mode == "invariant"
     invariant[min(invariant)] = False
     assert resolve_numerics("auto", config, torch.float32).mode == "fast"

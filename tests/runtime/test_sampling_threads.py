@@ -1,8 +1,8 @@
-"""A machine that is busy with other programs: torch's threads in sampling, and their number."""
+"""A machine that is busy with other programs: torch's threads in sampling, and their number. Large
+tensors lie on huge pages."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,8 +15,7 @@ import torch
 
 from cbatch.runtime.compiled import threads
 from cbatch.runtime.compiled.threads import SamplingThreads, num_threads, sampling_threads
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import Run, make_request, run_engine, tiny_model
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 20_011  # of several rows: long enough that torch splits operations, and no whole vectors
@@ -133,11 +132,21 @@ def test_torchs_threads_do_not_spin_for_long(given: dict[str, str], expected: st
         assert done.stdout.strip() == expected, done.stderr
 
 
-def test_a_busy_machine_is_shared() -> None:
-    """Where each thread often has to wait for a processor, two are about as fast as one."""
-    unset = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-    command = [sys.executable, "-m", "tests.runtime.sampled_steps"]
-    done = subprocess.run(command, env=unset, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert done.returncode == 0, done.stderr
-    ratios = json.loads(done.stdout)
-    assert min(ratios) < 4, ratios
+# --- memory ---------------------------------------------------------------------------------------
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_PROGRAM = """
+import cbatch.runtime, torch
+x = torch.ones(64 << 20, dtype=torch.uint8)
+lines = open("/proc/self/smaps_rollup").read().splitlines()
+print(next(line.split()[1] for line in lines if line.startswith("AnonHugePages")))
+"""
+
+
+def test_weights_get_huge_pages() -> None:
+    if not _SETTING.exists() or "[madvise]" not in _SETTING.read_text():
+        pytest.skip("the kernel does not grant huge pages on request (madvise)")
+    process = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True
+    )
+    assert int(process.stdout) >= 32 << 10, "KiB of huge pages under a tensor of 64 MiB"

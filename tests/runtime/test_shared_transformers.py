@@ -17,12 +17,11 @@ from cbatch.runtime.kv_cache import KVCache
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
 
-from cbatch.engine.ranks.executor import RankedExecutor
 from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
 from cbatch.runtime.cpu.transformers_backend.sharing import check_shared
 from cbatch.runtime.rank_group import RankGroup, join
 from tests.runtime.hf_models import paged, run_all
-from tests.runtime.test_transformers_backend import SIZES, assert_greedy, sequences
+from tests.runtime.test_transformers_backend import SIZES, sequences
 from tests.runtime.tiny_architectures import EVERY, make_tiny, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -90,24 +89,6 @@ def test_logits_are_those_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.models
 def test_those_of_every_other_architecture_are(tmp_path: Path) -> None:
     check(tuple(k for k in EVERY if k not in (*SEVERAL, *UNSHARED)), tmp_path)
-
-
-def test_text_is_that_of_its_own_eager_pass(tmp_path: Path) -> None:
-    """Alone and four at once, in a pool too small for them, with drafts and without."""
-    net = make_tiny("qwen3_moe", tmp_path)
-    same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
-    prompts = [same + tail for tail in rest] + [same + rest[0], same]
-    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
-    for lookahead, slots in (("off", 1), ("fixed:4", 4)):
-        llm = LLM(tmp_path, lookahead=lookahead, drafter=("ngram",), max_num_seqs=slots, **SCARCE)
-        assert_greedy(net, prompts, llm.generate(prompts, params), 32)
-        stats = llm.engine.scheduler.stats
-        assert bool(stats.preemptions) == (slots > 1) and stats.prefix_hit_tokens
-        assert bool(stats.accepted_tokens) == (lookahead != "off")
-        assert llm.info.ranks == 2 and llm.info.code.startswith("transformers ")
-        executor = llm.engine.core.executor
-        assert isinstance(executor, RankedExecutor)
-        executor.ranks.close()
 
 
 def test_a_draft_of_transformers_is_whole_in_each_rank(tmp_path: Path) -> None:

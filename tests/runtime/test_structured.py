@@ -32,8 +32,7 @@ from cbatch.runtime.sampling import logits_processors as processors
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
 from tests.chi_square import chi_square_z
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import Run, make_request, run_engine, tiny_model
 from tests.runtime.reference import next_logits, slow_filter
 from tests.text.toy_tokenizers import printable
 

@@ -23,8 +23,7 @@ from cbatch.runtime.sampling.logits_processors import LogitsProcessors
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
 from cbatch.text.forced_tools import Function, Tool, forced_call
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import Run, make_request, run_engine, tiny_model
 from tests.text.toy_tokenizers import byte_fallback, byte_level
 
 # By the token's field `special`.

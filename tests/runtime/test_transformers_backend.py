@@ -97,7 +97,8 @@ def check_text(folder: Path, net: Any) -> None:
 def test_logits_and_text_are_those_of_its_own_eager_pass(kind: str, tmp_path: Path) -> None:
     net = make_tiny(kind, tmp_path)
     check_logits(tmp_path, net)
-    check_text(tmp_path, net)
+    if kind in ("deepseek_v3", "gemma3_text", "gpt2", "qwen3_moe"):
+        check_text(tmp_path, net)
 
 
 @pytest.mark.models

@@ -18,8 +18,7 @@ from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
 from cbatch.text.forced_tools import Function, Tool, forced_call
-from tests.runtime.engines import Run, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import Run, make_request, run_engine, tiny_model
 from tests.text.toy_tokenizers import printable
 
 TOKENIZER = TextTokenizer(printable(), "toy")  # ids are characters and pairs of letters

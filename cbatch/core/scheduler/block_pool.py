@@ -306,7 +306,6 @@ class BlockPool:
     # ---- inside -------------------------------------------------------------------------------
 
     def _contents_of(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
-        """Return the contents of blocks `first` to `last - 1` of a sequence of `tokens` (int32)."""
         size = self.block_size
         return tokens[first * size : last * size].view(self._contents.dtype)
 
@@ -360,7 +359,6 @@ class BlockPool:
             del self._index[self._parents.item(block), self._contents.item(block)]
 
     def _evict(self, count: int) -> np.ndarray:
-        """Remove the least recently used blocks from the cache, and return them."""
         evicted = self._cached.take(count)
         self._forget(evicted)
         return evicted

@@ -49,7 +49,6 @@ def schedule(state: SchedulerState) -> StepPlan | None:
 
 
 def _schedule_decodes(state: SchedulerState) -> tuple[DecodeBatch, RowTokens]:
-    """Return the decoding rows and their tokens, with blocks reserved for them."""
     table, batch = state.table, state.decode_batch()
     if state.in_flight:  # rows have `num_known` tokens or more, and `max_kv_len` in KV or less
         num_known, max_kv_len = _token_bounds(state)
@@ -201,8 +200,6 @@ class Chunk(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """A sequence that prefills in `slot`."""
-
     slot: int
     sequence: Sequence
     remaining_tokens: int
@@ -218,7 +215,6 @@ class _Prompt(NamedTuple):
 def _schedule_prompts(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, *, may_admit: bool
 ) -> list[Chunk]:
-    """Return the chunks of a step in which the rows of `batch` decode `tokens`."""
     running = state.owners_of(state.prefilling)
     prompts = [_prompt_of(state, owner) for owner in running if not owner.pending_preemption]
     prompts.sort(key=lambda prompt: prompt.order)
@@ -305,7 +301,6 @@ def _admit(
 def _build_plan(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, chunks: list[Chunk]
 ) -> StepPlan:
-    """Return the plan of decoding rows and chunks, and note it as in flight."""
     table = state.table
     slots, generations, wants_logits = batch.slots, batch.generations, batch.wants_logits
     rows, owners = batch.rows, batch.owners

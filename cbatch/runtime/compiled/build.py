@@ -56,7 +56,6 @@ def build_name() -> str | None:
 
 
 def _cached_or_built() -> ctypes.CDLL:
-    """Return the library from the cache, or compile it. Raises OSError or SubprocessError."""
     candidates, compiler = builds.candidate_builds(), find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C compiler; install gcc, clang or ziglang, or set CC")
@@ -178,7 +177,6 @@ def _digest(content: bytes) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error as one line, with the last line of the compiler's output."""
     said = getattr(error, "stderr", None) or b""
     last = said.decode(errors="replace").strip().splitlines()[-1:]
     return ": ".join([str(error), *last])

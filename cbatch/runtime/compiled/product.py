@@ -174,7 +174,6 @@ def compiles_blocks(blocks: Blocks) -> bool:
 
 
 def _packed(kernel: ctypes.CDLL, blocks: Blocks) -> Tensor:
-    """Repack blocks into panels (see blocks.h)."""
     out, columns, number = len(blocks.rows), blocks.columns, BLOCK_TYPES[blocks.type]
     kernel.bytes_of_panel.argtypes, kernel.bytes_of_panel.restype = [c_int, c_long], c_long
     panels = -(-out // kernel.lanes())

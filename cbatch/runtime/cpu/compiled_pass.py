@@ -271,7 +271,6 @@ class CompiledDecoder:
         return ranks.columns(logits, self._config.vocab_size)
 
     def _extend_rotary(self, positions: int) -> None:
-        """Compute the rotary factors of at least this number of positions."""
         if positions > self._positions:
             self._positions = 1 << (positions - 1).bit_length()
             self._cos_sin = {r: t.cos_sin(self._positions) for r, t in self._rotary.items()}
@@ -290,7 +289,6 @@ class CompiledDecoder:
         return torch.from_numpy(memory[first : first + count]).view(rows, vocab)
 
     def _work_address(self, rows: int, threads: int) -> int:
-        """Return the address of working memory for this number of rows and threads."""
         if rows > self._capacity[0] or threads > self._capacity[1]:
             self._capacity = 2 * rows, threads
             num_bytes = self._memory_bytes(self.struct, *self._capacity) + _ALIGNMENT_BYTES

@@ -13,8 +13,7 @@ from torch import Tensor
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.layers import CpuLayerBuilder
-from cbatch.runtime.cpu.linear import Linear
-from cbatch.runtime.cpu.numerics import resolve_numerics
+from cbatch.runtime.cpu.linear import Linear, resolve_numerics
 from cbatch.runtime.cpu.torch_pass import TorchPass
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread

@@ -78,8 +78,6 @@ def _forward_invariant(model: Model) -> bool:
 
 
 class _Probe:
-    """Sequences of equal length with a small cache of their own."""
-
     def __init__(self, model: Model, tokens: np.ndarray, *, reverse: bool) -> None:
         self.model, self.tokens = model, tokens
         count, length = tokens.shape

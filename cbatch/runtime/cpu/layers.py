@@ -36,7 +36,6 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         return product, Linear.of(product) if tied else None
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
-        """Return tensors as stored, or None unless our kernels support all of them."""
         stored = [self.source.blocks(name) for name in names] if self._supports_blocks else []
         blocks = [Blocks(b.type.name, b.shape[1], b.rows) for b in stored if b is not None]
         return blocks if len(blocks) == len(names) and all(map(compiles_blocks, blocks)) else None
@@ -44,7 +43,6 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
     def _as_stored(
         self, names: list[str], bias: Tensor | None, in_scale: Tensor | None
     ) -> Linear | None:
-        """Return the product of stacked tensors as stored, or None if no kernel supports them."""
         blocks = self._blocks(names)
         if blocks is None:
             return None
@@ -60,7 +58,6 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         return make_plan((out, columns), self.dtype, invariant=invariant, may_pack=may_pack)
 
     def _moe_fields(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
-        """Return the fields of a layer for its experts, with their router in fp32."""
         count, hidden, inner = experts.count, self.config.hidden_size, experts.width
         biased = self.config.arithmetic.activation == "clamped"
         shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
@@ -110,7 +107,6 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
 
 
 def _stacked(blocks: Sequence[Blocks]) -> list[tuple[Blocks, OutputRuns]]:
-    """Return each matrix with its run of rows in the stacked matrix."""
     parts, at = [], 0
     for block in blocks:
         rows = len(block.rows)

@@ -18,11 +18,15 @@ from torch import Tensor
 
 from cbatch.runtime.compiled import CompiledProduct, compiles
 from cbatch.runtime.cpu.products import Kind, Product, packing_available
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.shapes import Numerics, num_weights, weight_shapes
+from cbatch.system.machine import memory_bytes
 
 # Row counts whose bits are compared. Beyond them no library was seen to change its method.
 _PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 33, 64)
 _PROBE_ROWS_LARGE = (1, 2, 4, 8, 9, 33)  # for weights so large that probing takes noticeable time
 _LARGE_WEIGHT = 1 << 26  # elements
+_PACK_BYTES_SHARE = 0.5  # limit of packed fp32 copies, as a share of the machine's memory
 
 
 class RowPadding(NamedTuple):
@@ -192,3 +196,18 @@ def find_padding(run: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> Row
         if all(is_invariant(padding.rows(n)) for n in counts):
             return padding
     return None
+
+
+def resolve_numerics(requested: str, config: ModelConfig, dtype: torch.dtype) -> Numerics:
+    """Resolve "auto": "invariant" if every product of the model can be invariant, else "fast".
+
+    In an invariant model neither other rows of the step, nor the chunks of a prompt, nor the blocks
+    of its KV change the bits of a row's logits."""
+    may_pack = 4 * num_weights(config) < _PACK_BYTES_SHARE * memory_bytes()
+    if requested == "auto":
+        plans = [
+            make_plan(shape, dtype, invariant=True, may_pack=may_pack)
+            for shape in weight_shapes(config)
+        ]
+        requested = "invariant" if all(plan.invariant for plan in plans) else "fast"
+    return Numerics(requested, may_pack)

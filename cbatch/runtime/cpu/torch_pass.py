@@ -32,8 +32,6 @@ _FEW_ROWS = 8  # rows that are computed in about the time of one row
 
 
 class _Buffers:
-    """Memory of one pass over T rows, padded to P."""
-
     def __init__(self, config: ModelConfig, num_rows: int, padded: int) -> None:
         h, hidden = HeadShape.of(config), config.hidden_size
         self.num_rows, self.padded = num_rows, padded
@@ -158,7 +156,6 @@ class TorchPass:
     def _plan(
         self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers
     ) -> tuple[Tensor, StepLayout]:
-        """Return the rotation of each row, and the layout of KV writes and attention."""
         query_lens = batch.query_lens.astype(np.int64)
         contexts = batch.context_lens.astype(np.int64)
         last_position = int(contexts.max()) - 1
@@ -168,7 +165,6 @@ class TorchPass:
         return rotary, layout
 
     def _project(self, layer: Layer[Linear], buffers: _Buffers, rotary: Tensor) -> None:
-        """Compute rotated queries and keys, and values, of all rows in the step's buffer."""
         padded = buffers.padded
         fused = layer.qkv.product(_normed(buffers.residual, buffers.x), padded)
         if layer.qk_weight is not None:
@@ -197,7 +193,6 @@ class TorchPass:
 
 
 def _common_padding(linears: Iterable[Linear]) -> RowPadding:
-    """Return the padding that suits every product."""
     paddings = [linear.plan.padding for linear in linears]
     return RowPadding(max(p.minimum for p in paddings), math.lcm(*(p.multiple for p in paddings)))
 
@@ -209,7 +204,6 @@ def _normed(residual: Tensor, x: Tensor) -> Tensor:
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of [T, gate | up]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
     step = max(1, _ONE_THREAD_ELEMENTS // width)

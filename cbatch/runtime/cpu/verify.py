@@ -117,8 +117,6 @@ def verify(logits: Tensor, rows: RowsToVerify, table: InputBatch) -> Verified:
 
 
 class _LogprobRow(NamedTuple):
-    """A row that requests log probabilities, with its logits as the model computed them."""
-
     row: int
     start: int
     request: LogprobRequest
@@ -150,7 +148,6 @@ def _describe(
     num_accepted: I64,
     table: InputBatch,
 ) -> TokenLogprobs:
-    """Return the log probabilities of the tokens that the row emits."""
     row, count = logprob_row.row, int(num_accepted[logprob_row.row]) + 1
     if logprob_row.raw is not None:
         x = logprob_row.raw[:count]
@@ -186,8 +183,6 @@ class _Sampled(NamedTuple):
 def _sampled(
     logits: Tensor, rows: RowsToVerify, at: I64, starts: I64, lens: I64, table: InputBatch
 ) -> _Sampled:
-    """Return the rows `at`, which share a mode, with the distributions that their sampling
-    parameters give."""
     lens = lens[at]
     ends = lens.cumsum()
     total = int(ends[-1])

@@ -201,7 +201,6 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
 
 
 def _layer_types(f: Fields, family: Family, layers: int) -> list[str] | None:
-    """Return the type of each layer's attention, or None if all layers have one type."""
     if family.windows not in ("typed", "late"):
         return None
     types = f.get("layer_types")
@@ -267,7 +266,6 @@ def _ropes(
     types: list[str] | None,
     head_dim: int,
 ) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
-    """Return the rope of full attention, and the rope of each layer if layers differ."""
     if types is not None and family.ropes == "typed":
         nested = f.get("rope_parameters", {})
         if not isinstance(nested, dict):

@@ -53,7 +53,6 @@ class FamilyWeights(WeightSource):
         return self._files.get(f"{self._stored_name(module)}.{kind}", shape)
 
     def _stored_name(self, module: str) -> str:
-        """Return the name that the checkpoint has for a module of ours."""
         for own_name, stored_name in self._family.names.items():
             if module.endswith(own_name):
                 return module.removesuffix(own_name) + stored_name

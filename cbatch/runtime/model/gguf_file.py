@@ -200,7 +200,6 @@ class _Reader:
         return ModelError(f"{self.path}: {field}: {problem}")
 
     def _take(self, count: int, field: str) -> int:
-        """Return where the next `count` bytes start, and skip them."""
         start = self.at
         if count > self.size - start:
             problem = f"the file ends at byte {self.size}, {start + count} are needed"
@@ -268,7 +267,6 @@ class _Reader:
         return strings
 
     def _tensor_entry(self, field: str) -> tuple[str, BlockType, tuple[int, ...], int]:
-        """Return name, type, shape and offset (in bytes, into the data) of the next tensor."""
         name = self._name(field)
         field = f"tensor {name}"
         dims = self._scalar("I", field)

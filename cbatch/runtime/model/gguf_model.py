@@ -140,7 +140,6 @@ def _scalar(file: Gguf, key: str, default: Any = None) -> Any:
 
 
 def _array(file: Gguf, key: str) -> Any:
-    """Return an array, or an empty list if there is none."""
     value = file.metadata.get(key, [])
     if not isinstance(value, np.ndarray | list):
         raise file.error(key, f"must be an array, got {value!r:.40}")
@@ -243,7 +242,6 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
-    """Return the rope with the stored divisors of its frequencies (Llama 3's scaling)."""
     tensor = file.tensors[_ROPE_FACTORS]
     fits = tensor.shape == (config.head_dim // 2,)
     factors = tensor.dequantised(torch.float32) if fits else torch.zeros(1)

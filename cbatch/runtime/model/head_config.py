@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from cbatch.runtime.model.config import Fields, ModelConfig, ModelError, read_json_object
+from cbatch.runtime.model.config import Fields, ModelConfig, read_json_object
 from cbatch.runtime.model.config_json import parse_config
 
 if TYPE_CHECKING:
@@ -246,7 +246,3 @@ def _readings(config: HeadConfig, f: Fields, target: ModelConfig) -> list[HeadCo
         for normed in residual
         for each in fits
     ]
-
-
-def refuse_shape(path: Path, what: str, problem: str) -> ModelError:
-    return ModelError(f"{path}: {what}: {problem}; use a head that was trained for this model")

@@ -29,8 +29,6 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Tensors(NamedTuple):
-    """An open file of tensors."""
-
     names: Iterable[str]
     shape: Callable[[str], Iterable[int]]
     read: Callable[[str], Tensor]

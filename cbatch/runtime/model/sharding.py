@@ -50,7 +50,6 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def _remedy(config: ModelConfig) -> str:
-    """Return the advice of an error: all sizes that divide the model's counts."""
     counts = config.num_kv_heads, config.num_heads, config.intermediate_size
     fitting = [n for n in range(2, counts[0] + 1) if not any(c % n for c in counts)]
     if not fitting:

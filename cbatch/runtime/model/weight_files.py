@@ -129,7 +129,6 @@ class Safetensors(WeightSource):
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    """Return the file of each tensor, from the index of a sharded checkpoint."""
     require_file(index)
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

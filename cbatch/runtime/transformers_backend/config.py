@@ -66,7 +66,6 @@ def changes_angles(config: Any) -> bool:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the rope parameters of the model, or those of each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     return nested or [parameters]

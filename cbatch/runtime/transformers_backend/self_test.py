@@ -102,7 +102,6 @@ def compare(
 def _logits(
     model: ComparedModel, rows: list[Tensor], steps: list[tuple[int, ...]], block_tokens: int
 ) -> list[Tensor]:
-    """Return the logits of all positions of each row, computed in `steps` (tokens of each row)."""
     width = -(-max(map(len, rows)) // block_tokens)
     tables = np.arange(len(rows) * width, dtype=np.int32).reshape(len(rows), width)[::-1]
     kv = KVCache(model.config, tables.size, block_tokens, model.kv_dtype, model.device)

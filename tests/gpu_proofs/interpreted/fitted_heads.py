@@ -17,8 +17,7 @@ from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
 from tests.gpu_proofs.interpreted.twins import Pair
 from tests.runtime import made_heads
-from tests.runtime.engines import run_engine
-from tests.runtime.pairs import VOCAB, NoisyWeights
+from tests.runtime.engines import VOCAB, NoisyWeights, run_engine
 
 
 class HeadPair:

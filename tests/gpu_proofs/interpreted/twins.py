@@ -34,8 +34,7 @@ from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.sampling.structured import GrammarSource
 from tests.checking.invariants import check_scheduler
-from tests.runtime.engines import parse_lookahead
-from tests.runtime.pairs import NoisyWeights, tiny_config
+from tests.runtime.engines import NoisyWeights, parse_lookahead, tiny_config
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

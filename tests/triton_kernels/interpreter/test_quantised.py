@@ -10,7 +10,7 @@ from torch import Tensor
 from cbatch.runtime.gpu.decoder import Decoder, QuantisedDense
 from cbatch.runtime.model.gguf_file import GgufTensor
 from tests.runtime.blocks import stored, stored_matrix
-from tests.runtime.pairs import NoisyWeights, tiny_config
+from tests.runtime.engines import NoisyWeights, tiny_config
 from triton_kernels.products.dense import keeps_bits
 from triton_kernels.products.quantised import (
     Packed,

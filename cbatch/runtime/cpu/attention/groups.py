@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cbatch.runtime.cpu.attention.group import (
     LANES,
+    MASKED,
     SEGMENT_TOKENS,
     Group,
     GroupShape,
@@ -20,13 +21,13 @@ from cbatch.runtime.cpu.attention.group import (
     Operands,
     product_rows,
 )
-from cbatch.runtime.cpu.attention.masks import additive, seen_by_queries, seen_by_rows
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.arrays import I64, iota
 
 SMALL_QUERY_TOKENS = 32  # queries up to this length share products with others
 _CACHE_FLOATS = 3 << 17  # fp32 elements of a group's K and V: 1.5 MB, which fit the L2 cache
 _CACHED_SHAPES = 32
+_ZERO, _MASKED = np.float32(0), np.float32(MASKED)
 
 
 class StepBuffers(NamedTuple):
@@ -132,7 +133,6 @@ class GroupBuilder:
     def _gather(
         self, group: Group, tables: NDArray[np.int32], first_key: I64, contexts: I64
     ) -> Tensor:
-        """Return the rows of `kv.block_rows` to gather, int64 [pairs * blocks]."""
         kv, h, shape = self.kv, self.heads, group.operands.shape
         size = kv.block_size
         index = first_key[:, None] // size + iota(shape.keys // size)
@@ -181,3 +181,34 @@ def _first_keys(kv: KVCache, contexts: I64, window: int | None) -> I64:
         return np.zeros_like(contexts)
     step = math.lcm(SEGMENT_TOKENS, kv.block_size)
     return np.maximum(contexts - window, 0) // step * step
+
+
+def additive(seen: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return a mask: 0 where a query sees a key, a large finite negative number elsewhere."""
+    return np.where(seen, _ZERO, _MASKED)
+
+
+def seen_by_rows(contexts: I64, first_key: I64, keys: int, window: int | None) -> NDArray[np.bool_]:
+    """Return whether the row at position `contexts - 1` sees each key: bool [pieces, keys]."""
+    positions = iota(keys) + first_key[:, None]
+    seen: NDArray[np.bool_] = positions < contexts[:, None]
+    if window is not None:
+        seen &= positions >= contexts[:, None] - window
+    return seen
+
+
+def seen_by_queries(
+    queries: int,
+    query_lens: I64,
+    contexts: I64,
+    first_key: I64,
+    keys: int,
+    window: int | None,
+) -> NDArray[np.bool_]:
+    """Return whether each query sees each key: bool [pieces, queries, keys]."""
+    positions = (iota(keys) + first_key[:, None])[:, None, :]
+    at = ((contexts - query_lens)[:, None] + iota(queries))[:, :, None]
+    seen: NDArray[np.bool_] = positions <= at
+    if window is not None:
+        seen &= positions > at - window
+    return seen

@@ -65,7 +65,6 @@ class AttentionPlanner:
     def _groups(
         self, step: StepBuffers, query_lens: I64, contexts: I64, window: int | None
     ) -> list[Group]:
-        """Return the groups of one window."""
         builder = self._builder_for(step.kv)
         if len(contexts) < step.num_rows:
             starts = query_lens.cumsum() - query_lens

@@ -192,7 +192,6 @@ class CompiledHead:
         return self._slot_table
 
     def _work_address(self, *sizes: int) -> int:
-        """Return the address of working memory for rows, sequences and blocks of a sequence."""
         num_bytes = self._bytes(self._struct, *sizes) + _ALIGNMENT_BYTES
         if len(self._work) < num_bytes:
             self._work = torch.empty(2 * num_bytes, dtype=torch.uint8)

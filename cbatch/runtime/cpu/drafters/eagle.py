@@ -84,7 +84,6 @@ class EagleDrafter(DraftModel):
         return self._propose_greedy(rows) if self._is_greedy(rows) else super().propose(rows)
 
     def _is_greedy(self, rows: DraftRows) -> bool:
-        """Return whether all rows are greedy, and none has logits processors."""
         table = self.table
         shaped = table.logits_processors.num_active and table.logits_processors.active[rows.slots]
         return bool(table.greedy[rows.slots].all()) and not np.any(shaped)

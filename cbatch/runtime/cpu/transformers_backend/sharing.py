@@ -134,7 +134,6 @@ class RankShard:
             raise FieldError(FIELD, problem, _REMEDY)
 
     def _half_parts(self, entry: _PlannedWeight, whole: Tensor, along: int) -> Tensor:
-        """Return this rank's share of the gates and of the ups, which are concatenated."""
         return torch.cat([self._part(entry, half, along) for half in whole.chunk(2, along)], along)
 
     def _part(self, entry: _PlannedWeight, whole: Tensor, along: int) -> Tensor:
@@ -205,7 +204,6 @@ _HEAD_NAMES = ("lm_head",)
 
 
 def _planned(root: nn.Module, prefix: str, plan: dict[str, str]) -> Iterator[_PlannedWeight]:
-    """Yield the modules and parameters of `root` that the plan names."""
     path_prefix = f"{prefix}." if prefix else ""
     for name, module in root.named_modules():
         module_prefix = f"{name}." if name else ""

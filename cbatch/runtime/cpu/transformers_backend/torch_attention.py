@@ -59,7 +59,6 @@ def attend(
 
 
 def _views(kv: KVCache, layer: int, shape: KVShape) -> tuple[Tensor, Tensor]:
-    """Return views of K and of V: [heads, blocks, block_size, dim]."""
     rows = kv.block_rows[layer].view(shape.heads, kv.num_blocks + 1, -1)
     split = kv.block_size * shape.key_dim
     keys = rows[..., :split].unflatten(-1, (kv.block_size, shape.key_dim))
@@ -67,7 +66,6 @@ def _views(kv: KVCache, layer: int, shape: KVShape) -> tuple[Tensor, Tensor]:
 
 
 def _sequence(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend for the last n positions of one sequence: [H, n, Dv]."""
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = torch.matmul(q, k.transpose(1, 2)) * layer.scale
