@@ -219,13 +219,13 @@ def test_queries_have_tiles_of_their_kind(
     heads, device = Heads(8, 4, 128), torch.device("cuda")
     of = partial(Tuning.of, heads, torch.bfloat16, device, 64, query_tokens=query_tokens)
     fast, invariant = of(numerics="fast"), of(numerics="invariant")
-    assert fast.longer is not None and fast.balanced and fast.longer.balanced
-    assert (fast.tile.rows, fast.longer.tile.rows, fast.longer.longer) == (rows, 128, None)
+    assert fast.prefill is not None and fast.balanced and fast.prefill.balanced
+    assert (fast.tile.rows, fast.prefill.tile.rows, fast.prefill.prefill) == (rows, 128, None)
     lists = fast.work_lists(heads, torch.device("cpu"), max_tokens=600, max_sequences=9)
     short, long = (work for work, _ in lists[None])
     assert short.queries == (1, max(rows // 4, query_tokens))
     assert long.queries == (short.queries[1] + 1, 600)
-    assert (invariant.tile.rows, invariant.longer, invariant.balanced) == (64, None, False)
+    assert (invariant.tile.rows, invariant.prefill, invariant.balanced) == (64, None, False)
 
 
 def test_fp8_is_refused_where_there_is_none() -> None:
