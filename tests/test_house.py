@@ -255,7 +255,7 @@ MAX_LINES, MAX_FUNCTION_LINES, MAX_IMPORTED = 400, 60, 15
 LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost registers
     "triton_kernels/attention/kernel.py:attention_kernel": 64,
 }
-# Composition roots, where an engine, a server, a simulation or a run is put together from its parts.
+# Composition roots, where an engine, a server, a simulation or a run is put together.
 ROOTS = {
     "bench/gpu/engine.py",
     "bench/load/cli/session.py",

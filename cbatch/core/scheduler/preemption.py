@@ -102,6 +102,5 @@ def decide_growth(
 
 
 def _blocks_beyond(row: PreemptionCandidate, tokens: int, block_size: int) -> int:
-    """Return the further blocks that a row needs to compute `tokens` tokens."""
     needed_tokens = min(row.kv_tokens + tokens, row.max_tokens)
     return max(0, -(-needed_tokens // block_size) - row.blocks_held)

@@ -135,7 +135,6 @@ class RecordedBlockPool(BlockPool):
                 self._changes.append(change)
 
     def _remove(self, entry: _Entry) -> None:
-        """Remove an entry and all entries after it."""
         if isinstance(entry.parent, _Entry):
             del entry.parent.children[entry.uid]
         pending, hashes = [entry], []

@@ -305,7 +305,6 @@ def _admit(
 def _build_plan(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, chunks: list[Chunk]
 ) -> StepPlan:
-    """Return the plan of decoding rows and chunks, and note it as in flight."""
     table = state.table
     slots, generations, wants_logits = batch.slots, batch.generations, batch.wants_logits
     rows, owners = batch.rows, batch.owners

@@ -140,7 +140,6 @@ class SchedulerState:
         self.stats.prefix_hit_tokens += kv_len
 
     def _new_sequence(self, sequence: Sequence, slot: int, blocks: np.ndarray) -> NewSequence:
-        """Return the message to the executor about a sequence that has just entered `slot`."""
         table, request = self.table, sequence.request
         return NewSequence(
             slot=slot,

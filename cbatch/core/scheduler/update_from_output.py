@@ -116,7 +116,6 @@ class CommittedStep:
             self.counts = splits[1:] - splits[:-1]
 
     def _keep_rows(self, live: np.ndarray) -> None:
-        """Remove all rows from plan and result for which `live`, bool [rows], is false."""
         result, counts = self.result, np.diff(self.result.row_splits)
         self.owners = [o for o, alive in zip(self.owners, live.tolist(), strict=True) if alive]
         columns = "slots", "query_lens", "num_drafts", "catch_up", "wants_logits"
@@ -165,7 +164,6 @@ class CommittedStep:
 def _rows(
     struct: StepPlan | StepResult, columns: tuple[str, ...], live: np.ndarray
 ) -> dict[str, np.ndarray | None]:
-    """Return these columns without the rows for which `live` is false."""
     arrays = ((name, getattr(struct, name)) for name in columns)
     return {name: None if array is None else array[live] for name, array in arrays}
 
@@ -174,7 +172,6 @@ def _rows(
 
 
 def _append_tokens(state: SchedulerState, step: CommittedStep) -> None:
-    """Append the emitted tokens to the slot table, and update its counts."""
     table, rows = state.table, step.rows
     num_known = table.num_tokens[rows]
     positions = table.row_start[rows] + num_known
@@ -226,7 +223,6 @@ def _observe_costs(state: SchedulerState, step: CommittedStep, itl_target_s: flo
 
 
 def _may_end(state: SchedulerState, planned: InFlightStep) -> bool:
-    """Return whether a decoding row may reach its last token in this step."""
     max_emitted = 1 + min(planned.tokens.total_drafts, state.policy.max_depth)
     batch = state.cached_batch
     return batch is None or batch.may_end(state.table, max_emitted)
@@ -334,7 +330,6 @@ def _return_tails(state: SchedulerState, step: CommittedStep) -> None:
 
 
 def _report(state: SchedulerState, step: CommittedStep) -> Commit:
-    """Update the statistics, and return what the step added."""
     stats, result = state.stats, step.result
     stats.steps += 1
     stats.emitted_tokens += len(step.tokens) - step.cut_tokens
@@ -360,7 +355,6 @@ def _report(state: SchedulerState, step: CommittedStep) -> Commit:
 
 
 def _logprobs(step: CommittedStep) -> tuple[tuple[str, TokenLogprobs], ...]:
-    """Return log probabilities by request id, without those of cancelled rows."""
     owners = dict(zip(step.slots.tolist(), step.owners, strict=True))
     return tuple(
         (owners[entry.slot].request.request_id, entry)

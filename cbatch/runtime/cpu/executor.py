@@ -238,7 +238,6 @@ class TorchExecutor:
     def _describe_prompts(
         self, rows: _Rows, logits: Tensor, prompt_logits: I64, num_logits: I64
     ) -> tuple[list[TokenLogprobs], Tensor]:
-        """Return the log probabilities of prompt tokens, and the logits of all other rows."""
         requests, table, logprobs = self.table.logprob_requests.prompts, self.table, []
         counts = [(i, int(prompt_logits[i])) for i in prompt_logits.nonzero()[0].tolist()]
         parts, rest = split_prompt_rows(logits, num_logits.cumsum(), counts, num_logits)
@@ -299,7 +298,6 @@ class TorchExecutor:
         counts: I64,
         verified: Verified | None,
     ) -> dict[str, Any]:
-        """Return the fields of the `StepResult` except those that `_run` adds."""
         drafted, accepted, row_splits = np.zeros((3, len(plan.slots) + 1), dtype=np.int32)
         status = self.table.failed[plan.slots]
         at, expected = rows.plan_rows, None

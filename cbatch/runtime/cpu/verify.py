@@ -150,7 +150,6 @@ def _describe(
     num_accepted: I64,
     table: InputBatch,
 ) -> TokenLogprobs:
-    """Return the log probabilities of the tokens that the row emits."""
     row, count = logprob_row.row, int(num_accepted[logprob_row.row]) + 1
     if logprob_row.raw is not None:
         x = logprob_row.raw[:count]

@@ -117,7 +117,6 @@ class ChainDrafter(Drafter):
 
     @property
     def _model_alone(self) -> bool:
-        """True if no slot uses a lookup."""
         return self._live <= {(MODEL,)}
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:

@@ -148,7 +148,7 @@ def test_all_kernels_together() -> None:
         Pair(**more, **biases),
         Pair(noise=0.03, **more, **biases),
         lookahead="fixed:2",
-        arrivals=[0, 1, 1],
+        arrivals=[0, 1],
         max_num_seqs=3,
         tuning=Tuning(Tile(16, 16, 4, 2), num_programs=2, max_partials=4, split_tokens=16),
     )

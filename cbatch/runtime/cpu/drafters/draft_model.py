@@ -126,7 +126,6 @@ class DraftModel(ModelDrafter):
         return batch
 
     def _next_tokens(self, tokens: I64, positions: I64, tables: NDArray[np.int32]) -> RaggedBatch:
-        """Return a batch of one token for each row."""
         return RaggedBatch(
             torch.from_numpy(tokens),
             torch.from_numpy(positions),
