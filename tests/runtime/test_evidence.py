@@ -14,7 +14,6 @@ import torch
 
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import RowStatus, StepPlan, StepResult
-from cbatch.runtime.cpu import verify as verification
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.contract import DraftRows, Proposal
@@ -117,13 +116,6 @@ def test_rejection_rows_report_their_overlap_and_all_others_their_count(depth: i
     assert executor.reports > 10 and executor.chunks > 0 and not executor.wrong
     # A plan in flight still has rows of finished requests.
     assert (executor.ended > 0) == (depth == 1)
-
-
-def test_a_report_of_the_neighbours_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = verification.expected_accepted
-    monkeypatch.setattr(verification, "expected_accepted", lambda *args: real(*args).flip(0))
-    executor = run(0).executor
-    assert isinstance(executor, Checking) and executor.wrong > 5
 
 
 def test_a_draft_chosen_with_certainty_reports_its_own_probability() -> None:

@@ -199,17 +199,6 @@ def test_a_sequence_that_grew_is_read_as_one_that_is_admitted(make, text, data):
     assert world.propose(0) == fresh.propose(0) == [guessed(make, text[start:])]
 
 
-@every_lookup
-def test_a_slot_forgets_its_last_sequence(make):
-    world = World(make)
-    copied = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    world.admit(0, copied)
-    world.admit(1, copied)
-    assert world.propose(0, 1) == [[4, 5, 6, 1]] * 2
-    world.admit(0, [7, 8, 9, 1, 2, 3])
-    assert world.propose(0)[0] == [] and world.propose(1)[0]
-
-
 def acceptance(make, prompt: list[int], output: list[int]) -> tuple[float, float]:
     """Return accepted over observed trials, and tokens a step, for a target that writes
     `output`."""
