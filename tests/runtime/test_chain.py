@@ -20,8 +20,7 @@ from cbatch.runtime.drafting import chain as chain_module
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
-from cbatch.runtime.drafting.ngram import NgramLookup
-from cbatch.runtime.drafting.suffix import SuffixLookup
+from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, rejection_verify
@@ -212,13 +211,8 @@ def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND
     assert sum(mixed) > 10 and run.acceptance > 0.1
 
-    merge = chain_module.ProposalMerger.merge_probs
-
-    def misplaced(self: Any) -> torch.Tensor | None:
-        probs = merge(self)
-        return None if probs is None else probs.flip(0)
-
-    monkeypatch.setattr(chain_module.ProposalMerger, "merge_probs", misplaced)
+    merge = chain_module.merged_probs
+    monkeypatch.setattr(chain_module, "merged_probs", lambda *args: merge(*args).flip(0))
     assert z_against(sample(lookahead="fixed:3"), FILTERS[0]) > 1.5 * Z_BOUND
 
 

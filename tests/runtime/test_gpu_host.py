@@ -27,7 +27,7 @@ from cbatch.engine.scheduler_config import allowed_drafters, scheduler_config
 from cbatch.runtime.backend import Requirements
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.loaded import CpuModels
-from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.drafting.lookups import NgramLookup
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import bucket, ladder
@@ -250,7 +250,7 @@ def test_the_cpu_keeps_its_executor() -> None:
 
 
 def test_defaults_of_a_device() -> None:
-    """A GPU is given the next plan while it runs one; its blocks are those that attention prefers."""
+    """A GPU gets the next plan while it runs one. Its blocks are those that attention prefers."""
     for device, overlap, tokens in (("cpu", 0, 16), ("cuda", 1, 64), ("cuda:1", 1, 64)):
         backend = backend_of(device)
         assert (backend.default_overlap, backend.default_block_size) == (overlap, tokens)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from cbatch.runtime.drafting.contract import DraftRows
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
-from cbatch.runtime.drafting.ngram import NgramLookup
-from cbatch.runtime.drafting.suffix import SuffixLookup
+from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.input_batch import InputBatch
 from tests.runtime.engines import admission
 from tests.runtime.marks import has_compiler

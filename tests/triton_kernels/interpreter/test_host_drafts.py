@@ -12,8 +12,7 @@ import torch
 from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.grammars import Grammars
-from cbatch.runtime.drafting.ngram import NgramLookup
-from cbatch.runtime.drafting.suffix import SuffixLookup
+from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.gpu import known_tokens as known_module
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.text import TextTokenizer
