@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from cbatch.core.request.errors import FieldError
-from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Committed
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
@@ -132,14 +130,6 @@ def test_past_the_drafts_context_the_model_alone_stops(chain):
             assert not plan.catch_up.any()
         known += int(commit.counts.sum())
     assert bool(sum(beyond)) == (chain != ("model",))
-
-
-def test_names_are_checked():
-    for drafter in ((), ("model", "model"), ("eagle",)):
-        with pytest.raises(FieldError, match="drafter"):
-            SchedulerConfig(num_blocks=4, drafter=drafter)
-    with pytest.raises(FieldError, match="'model' needs a draft"):
-        SchedulerConfig(num_blocks=4, drafter=("suffix", "model"))
 
 
 # --- reports of acceptance

@@ -20,12 +20,10 @@ from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import RowError
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
-from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import backend_of
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.scheduler_config import allowed_drafters, scheduler_config
+from cbatch.engine.scheduler_config import scheduler_config
 from cbatch.runtime.backend import Requirements
-from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.loaded import CpuModels
 from cbatch.runtime.drafting.lookups import NgramLookup
 from cbatch.runtime.gpu.attention import Tuning
@@ -234,19 +232,6 @@ def test_fp8_is_refused_where_there_is_none() -> None:
         kv_dtype_of(decoder(), "fp8")
     with pytest.raises(FieldError, match="^kv_cache_dtype: 'int4' is not allowed; use 'auto'"):
         EngineOptions(kv_cache_dtype="int4")  # type: ignore[arg-type]
-
-
-def test_the_cpu_keeps_its_executor() -> None:
-    config = SchedulerConfig(
-        num_blocks=8,
-        vocab_size=64,
-        draft_context_tokens=64,
-        lookahead=LookaheadConfig(policy="fixed", k=2),
-    )
-    models = CpuModels(tiny_model(), tiny_model(noise=0.1))
-    assert isinstance(models.executor(config, max_drafts=2), TorchExecutor)
-    assert allowed_drafters(config) == ("model", "ngram", "suffix")
-    assert allowed_drafters(structs.replace(config, draft_context_tokens=None)) == ()
 
 
 def test_defaults_of_a_device() -> None:
