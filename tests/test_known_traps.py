@@ -2,7 +2,7 @@
 test that names it and fails when it is planted.
 
     trap                                            where
-     1 k = 0 starves the draft's KV                 runtime/test_drafter: acceptance_recovers
+     1 k = 0 starves the draft's KV                 core/test_scheduler_lookahead: comes_back
      2 k = 0 is not free                            runtime/test_executor: plain_steps
      3 accepted / k is a biased statistic           core/test_acceptance
      4 k = 0 absorbs a slot, or all                 here; core/test_adaptive_policy: gets_some_again

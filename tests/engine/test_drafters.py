@@ -41,11 +41,9 @@ def tokens(llm: LLM, params: Any) -> list[tuple[int, ...]]:
     ("drafter", "draft", "options"),
     [
         (("ngram",), False, {"lookahead": "ema"}),
-        (("suffix",), False, {"lookahead": "fixed:3", "overlap": 1}),
         (("suffix", "ngram"), False, {"num_blocks": 14, "lookahead": "fixed:4"}),
         (("suffix", "model"), True, {"max_num_seqs": 3, "lookahead": "ema"}),
         (("model", "ngram"), True, {"overlap": 1, "lookahead": "ema"}),
-        (("ngram",), True, {"lookahead": "fixed:2"}),
     ],
 )
 def test_tokens_do_not_depend_on_the_drafter(pair, plain, drafter, draft, options):

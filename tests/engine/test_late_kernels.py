@@ -54,13 +54,18 @@ def steps(engine: Engine, left: set[str]) -> dict[str, Choice]:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_only_requests_that_need_pending_kernels_wait(
-    late: HeldKernels, depth: int, monkeypatch: pytest.MonkeyPatch
+    late: HeldKernels,
+    depth: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "cbatch")
     calm = make_engine(depth=depth)
     add(calm, *PARAMS)
     undisturbed = steps(calm, set())
     engine = make_engine(depth=depth, background_kernels=late.kernels)
     assert engine.core.background_kernels.pending == GROUPS
+    assert f"compiling while serving: {SHAPED}\n" in caplog.text
     add(engine, *PARAMS)
     outputs = steps(engine, WAITS)
     assert set(outputs) == {"plain", "filtered"}
@@ -69,6 +74,7 @@ def test_only_requests_that_need_pending_kernels_wait(
     late.end()
     outputs |= steps(engine, set())
     assert engine.core.background_kernels.pending == ()
+    assert "not every" not in caplog.text
     texts = {kind: choice.text for kind, choice in outputs.items()}
     assert texts == {kind: choice.text for kind, choice in undisturbed.items()}
     assert all(choice.finish_reason is FinishReason.LENGTH for choice in outputs.values())
@@ -101,13 +107,3 @@ def test_a_request_that_waits_can_be_cancelled_and_is_checked_at_once(late: Held
     while SHAPED in engine.core.background_kernels.pending:
         pass
     assert engine.step() == [] and not engine.scheduler.has_work
-
-
-def test_compiled_kernels_are_logged(late: HeldKernels, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "cbatch"):
-        engine = make_engine(background_kernels=late.kernels)
-        assert f"compiling while serving: {SHAPED}\n" in caplog.text
-        late.end()
-        add(engine, *PARAMS)
-        steps(engine, set())
-    assert "not every" not in caplog.text

@@ -104,7 +104,7 @@ def start(size: Any, folder: Path, command: tuple[str, ...], processes: int) -> 
         while late.pending:
             time.sleep(0.05)
         with run.queued, torch.inference_mode():
-            run.executor.run_all(run.device, ladder)
+            run.executor.step_capture.run_all(run.device, ladder)
     return {
         "size": size.name,
         "late": was_late,

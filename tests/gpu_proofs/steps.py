@@ -14,7 +14,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.loop import StepLoop
-from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.drafting.lookups import NgramLookup
 from cbatch.runtime.gpu import device_steps
 from cbatch.runtime.gpu.capture import GROUPS
 from cbatch.runtime.gpu.executor import GpuExecutor

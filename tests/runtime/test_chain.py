@@ -1,26 +1,32 @@
-"""A chain of drafters: which drafter gets a row, what it reports, and which positions the draft
-model catches up with."""
+"""A chain of drafters: which drafter gets a row, what it reports, which positions the draft model
+catches up with, and the output of an engine with chains."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.scheduler.plan import NewSequence
+from cbatch.core.request.request import Request
+from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
+from cbatch.core.speculation.policies import FixedPolicy
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.drafting import chain as chain_module
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.contract import DraftRows, Proposal
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
-from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, rejection_verify
-from tests.runtime.engines import admission
+from tests.runtime.engines import RecordingExecutor, Run, admission, make_request, run_engine
+from tests.runtime.pairs import tiny_model
+from tests.runtime.test_drafter import CheckedDraftModel
 from tests.runtime.test_statistics import FILTERS, Z_BOUND, sample, z_against
 
 VOCAB, NOISE = 12, 0.08
@@ -205,13 +211,8 @@ def test_the_law_of_sampled_tokens_is_kept_by_a_chain(monkeypatch):
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND
     assert sum(mixed) > 10 and run.acceptance > 0.1
 
-    merge = chain_module.ProposalMerger.merge_probs
-
-    def misplaced(self: Any) -> torch.Tensor | None:
-        probs = merge(self)
-        return None if probs is None else probs.flip(0)
-
-    monkeypatch.setattr(chain_module.ProposalMerger, "merge_probs", misplaced)
+    merge = chain_module.merged_probs
+    monkeypatch.setattr(chain_module, "merged_probs", lambda *args: merge(*args).flip(0))
     assert z_against(sample(lookahead="fixed:3"), FILTERS[0]) > 1.5 * Z_BOUND
 
 
@@ -220,3 +221,122 @@ def test_a_lone_lookup_drafts_for_no_row_of_another_chain():
     assert drafts(ask(chain, table, [2, 2])) == [[9, 9], []]
     chain.release(1)
     assert drafts(ask(chain, table, [2])) == [[9, 9]]
+
+
+# --- in an engine
+
+CHAINS = (
+    ("suffix", "model"),
+    ("ngram",),
+    ("ngram", "model"),
+    ("model",),
+    ("suffix",),
+    ("model", "suffix", "ngram"),
+)
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 50}
+COUPLED = GREEDY | {"temperature": 0.4, "verification": "coupled"}
+# Step in which the second half enters, whose prompts continue outputs of the first half.
+RETURNS_AT = 120
+
+
+class WatchedExecutor(RecordingExecutor):
+    """An executor that also records lengths of the draft's KV, and prefix hits."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.kv_lens: list[np.ndarray | None] = []
+        self.hits: list[tuple[int, int]] = []  # target and draft positions of an admission
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.hits += [(a.kv_len_tokens, a.draft_kv_len_tokens) for a in plan.deltas.new_sequences]
+        result = super().run(plan)
+        self.kv_lens.append(result.draft_kv_lens)
+        return result
+
+
+@functools.cache
+def target() -> Any:
+    return tiny_model(vocab_size=VOCAB, dtype=torch.bfloat16)
+
+
+def chained_requests(params: dict[str, Any]) -> tuple[list[Request], Run]:
+    """Return one request of each chain, requests of the model that continue their outputs, and the
+    plain run of all."""
+    rng = np.random.default_rng(6)
+    first = [
+        make_request(f"r{i}", rng.integers(0, VOCAB, 9 + 5 * i).tolist(), drafter=c, **params)
+        for i, c in enumerate(CHAINS)
+    ]
+    said = run_engine(first, target()).outputs
+    again = [
+        make_request(f"again {r.request_id}", (*r.prompt, *said[r.request_id]), **params)
+        for r in first
+    ]
+    again = [
+        structs.replace(r, params=structs.replace(r.params, drafter=("model",))) for r in again
+    ]
+    return first + again, run_engine(first + again, target())
+
+
+def run_chains(requests: list[Request], *, model: bool = True, **settings: Any) -> Run:
+    drafts = [tiny_model(vocab_size=VOCAB, noise=NOISE, dtype=torch.bfloat16) for _ in range(2)]
+    default = settings.setdefault("drafter", ("suffix", "model"))
+    chain = ChainDrafter(
+        model=CheckedDraftModel(*drafts) if model else None,
+        lookups={"ngram": LookupDrafter(NgramLookup()), "suffix": LookupDrafter(SuffixLookup())},
+        default=default,
+    )
+    settings = {
+        "lookahead": "fixed:3",
+        "drafting": chain,
+        "kind": WatchedExecutor,
+    } | settings
+    return run_engine(requests, target(), drafts[0] if model else None, **settings)
+
+
+def pause_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make k 3, then 0 for a while, then 3."""
+    calls = 0
+
+    def choose(policy: Any, step: Any) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        return step.max_drafts * (calls % 24 < 8)
+
+    monkeypatch.setattr(FixedPolicy, "choose", choose)
+
+
+@pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("depth", "num_blocks"), [(0, 256), (1, 256), (0, 44)])
+def test_output_is_that_of_plain_decoding(params, depth, num_blocks, monkeypatch):
+    """Every chain runs at once, with k 3 -> 0 -> 3, preemptions, and prefix hits on blocks that
+    lookups drafted. The model's drafts are always compared with those of a cold one."""
+    pause_drafting(monkeypatch)
+    chained, plain = chained_requests(params)
+    arrivals = [0] * len(CHAINS) + [RETURNS_AT] * len(CHAINS)
+    run = run_chains(chained, depth=depth, num_blocks=num_blocks, arrivals=arrivals)
+    assert run.outputs == plain.outputs
+    executor = run.executor
+    assert isinstance(executor, WatchedExecutor)
+    stats = run.scheduler.stats
+    assert (stats.preemptions > 0) == (num_blocks < 256)
+    if num_blocks == 256:
+        part = [kv > draft for kv, draft in executor.hits if kv]
+        assert len(part) >= 4 and any(part) and not all(part)
+    assert any(lens is not None for lens in executor.kv_lens)
+    for request in chained:
+        assert any(d for _, d, _ in executor.row_of_request[request.request_id])
+    accepted, drafted = run.accepted, run.drafted
+    assert (accepted < drafted).any() and (accepted[drafted == 3] == 3).any() and 0 in drafted
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("lookahead", ["ema:4", "adaptive:4"])
+def test_lookups_without_a_model(lookahead, depth):
+    chained, plain = chained_requests(GREEDY)
+    chained = [structs.replace(r, params=structs.replace(r.params, drafter=None)) for r in chained]
+    settings = {"drafter": ("ngram", "suffix"), "depth": depth, "num_blocks": 60}
+    run = run_chains(chained, model=False, lookahead=lookahead, **settings)
+    assert run.outputs == plain.outputs
+    assert run.executor.kv_lens == [None] * len(run.executor.kv_lens)
+    assert (run.accepted > 1).any() and run.scheduler.stats.preemptions > 0

@@ -17,7 +17,7 @@ from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
-from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.drafting.lookups import NgramLookup
 from tests.runtime.engines import (
     VOCAB,
     RecordingExecutor,

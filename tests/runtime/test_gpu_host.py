@@ -20,14 +20,12 @@ from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import RowError
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
-from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.backends import backend_of
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.scheduler_config import allowed_drafters, scheduler_config
+from cbatch.engine.scheduler_config import scheduler_config
 from cbatch.runtime.backend import Requirements
-from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.loaded import CpuModels
-from cbatch.runtime.drafting.ngram import NgramLookup
+from cbatch.runtime.drafting.lookups import NgramLookup
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import bucket, ladder
@@ -176,16 +174,13 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         executor().wait()
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [("block_size", 48), ("block_size", 8)],
-)
-def test_options_that_a_gpu_does_not_serve(field: str, value: Any) -> None:
-    needs = Requirements("a model", block_size=16)
-    backend_of("cuda:1").check_supported(needs)
-    backend_of("cpu").check_supported(needs._replace(**{field: value}))
-    with pytest.raises(FieldError, match=f"^{field}: .* or --device cpu"):
-        backend_of("cuda:1").check_supported(needs._replace(**{field: value}))
+def test_block_sizes_that_a_gpu_does_not_serve() -> None:
+    backend_of("cuda:1").check_supported(Requirements("a model", block_size=16))
+    for size in (48, 8):
+        needs = Requirements("a model", block_size=size)
+        backend_of("cpu").check_supported(needs)
+        with pytest.raises(FieldError, match="^block_size: .* or --device cpu"):
+            backend_of("cuda:1").check_supported(needs)
 
 
 @pytest.mark.parametrize("block_size, head_dim", [(16, 8), (64, 8), (16, 16)])
@@ -219,13 +214,13 @@ def test_queries_have_tiles_of_their_kind(
     heads, device = Heads(8, 4, 128), torch.device("cuda")
     of = partial(Tuning.of, heads, torch.bfloat16, device, 64, query_tokens=query_tokens)
     fast, invariant = of(numerics="fast"), of(numerics="invariant")
-    assert fast.longer is not None and fast.balanced and fast.longer.balanced
-    assert (fast.tile.rows, fast.longer.tile.rows, fast.longer.longer) == (rows, 128, None)
+    assert fast.prefill is not None and fast.balanced and fast.prefill.balanced
+    assert (fast.tile.rows, fast.prefill.tile.rows, fast.prefill.prefill) == (rows, 128, None)
     lists = fast.work_lists(heads, torch.device("cpu"), max_tokens=600, max_sequences=9)
     short, long = (work for work, _ in lists[None])
     assert short.queries == (1, max(rows // 4, query_tokens))
     assert long.queries == (short.queries[1] + 1, 600)
-    assert (invariant.tile.rows, invariant.longer, invariant.balanced) == (64, None, False)
+    assert (invariant.tile.rows, invariant.prefill, invariant.balanced) == (64, None, False)
 
 
 def test_fp8_is_refused_where_there_is_none() -> None:
@@ -239,51 +234,31 @@ def test_fp8_is_refused_where_there_is_none() -> None:
         EngineOptions(kv_cache_dtype="int4")  # type: ignore[arg-type]
 
 
-def test_the_cpu_keeps_its_executor() -> None:
-    config = SchedulerConfig(
-        num_blocks=8,
-        vocab_size=64,
-        draft_context_tokens=64,
-        lookahead=LookaheadConfig(policy="fixed", k=2),
-    )
-    models = CpuModels(tiny_model(), tiny_model(noise=0.1))
-    assert isinstance(models.executor(config, max_drafts=2), TorchExecutor)
-    assert allowed_drafters(config) == ("model", "ngram", "suffix")
-    assert allowed_drafters(structs.replace(config, draft_context_tokens=None)) == ()
-
-
-@pytest.mark.parametrize("device, overlap", [("cpu", 0), ("cuda", 1), ("cuda:1", 1)])
-def test_a_gpu_is_given_the_next_plan_while_it_runs_one(device: str, overlap: int) -> None:
-    assert backend_of(device).default_overlap == overlap
-
-
-def test_blocks_are_what_attention_reads_fastest() -> None:
-    for device, tokens in (("cpu", 16), ("cuda:0", 64)):
-        assert backend_of(device).default_block_size == tokens
+def test_defaults_of_a_device() -> None:
+    """A GPU gets the next plan while it runs one. Its blocks are those that attention prefers."""
+    for device, overlap, tokens in (("cpu", 0, 16), ("cuda", 1, 64), ("cuda:1", 1, 64)):
+        backend = backend_of(device)
+        assert (backend.default_overlap, backend.default_block_size) == (overlap, tokens)
     models = CpuModels(tiny_model(), None)
     for block_size, tokens in ((None, 64), (32, 32)):
         options = EngineOptions(block_size=block_size, num_blocks=8)
         assert scheduler_config(models, options, 64, kv_events=False).block_size == tokens
 
 
-def on_gpu(**target: Any) -> GpuModels:
-    model: Any = SimpleNamespace(**target)
-    return GpuModels(model, None, "auto")
-
-
-def test_a_gpu_says_that_rows_are_not_invariant() -> None:
-    invariant, words = on_gpu(numerics="fast").batch_invariance()
-    assert not invariant and words.startswith("batch_invariant: no (numerics=fast")
-
-
-def test_invariant_numerics_are_tried_on_the_device() -> None:
-    for keeps, reason in (
-        (True, "batch_invariant: yes (numerics=invariant"),
-        (False, "are not batch-invariant"),
-    ):
-        models = on_gpu(numerics="invariant", keeps_bits=lambda k=keeps: k)
-        invariant, words = models.batch_invariance()
-        assert invariant == keeps and reason in words
+@pytest.mark.parametrize(
+    ("numerics", "keeps", "answer", "words"),
+    [
+        ("fast", True, False, "batch_invariant: no (numerics=fast"),
+        ("invariant", True, True, "batch_invariant: yes (numerics=invariant"),
+        ("invariant", False, False, "are not batch-invariant"),
+    ],
+)
+def test_a_gpu_says_whether_rows_are_invariant(
+    numerics: str, keeps: bool, answer: bool, words: str
+) -> None:
+    model: Any = SimpleNamespace(numerics=numerics, keeps_bits=lambda: keeps)
+    invariant, line = GpuModels(model, None, "auto").batch_invariance()
+    assert invariant == answer and words in line
 
 
 def test_nothing_of_the_gpu_is_imported_elsewhere() -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from cbatch.runtime.drafting.contract import DraftRows
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
-from cbatch.runtime.drafting.ngram import NgramLookup
-from cbatch.runtime.drafting.suffix import SuffixLookup
+from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.input_batch import InputBatch
 from tests.runtime.engines import VOCAB, admission
 from tests.runtime.marks import has_compiler
@@ -196,17 +195,6 @@ def test_a_sequence_that_grew_is_read_as_one_that_is_admitted(make, text, data):
     start = max(-(-len(text) // (window // 2)) - 2, 0) * (window // 2)
     assert len(text) - start <= window and (start == 0 or len(text) - start >= window // 2)
     assert world.propose(0) == fresh.propose(0) == [guessed(make, text[start:])]
-
-
-@every_lookup
-def test_a_slot_forgets_its_last_sequence(make):
-    world = World(make)
-    copied = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    world.admit(0, copied)
-    world.admit(1, copied)
-    assert world.propose(0, 1) == [[4, 5, 6, 1]] * 2
-    world.admit(0, [7, 8, 9, 1, 2, 3])
-    assert world.propose(0)[0] == [] and world.propose(1)[0]
 
 
 def acceptance(make, prompt: list[int], output: list[int]) -> tuple[float, float]:

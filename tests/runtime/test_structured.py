@@ -26,8 +26,7 @@ from cbatch.runtime.cpu.drafters.draft_model import Drafting, DraftModel
 from cbatch.runtime.drafting.chain import ChainDrafter
 from cbatch.runtime.drafting.contract import Drafter
 from cbatch.runtime.drafting.lookup import LookupDrafter
-from cbatch.runtime.drafting.ngram import NgramLookup
-from cbatch.runtime.drafting.suffix import SuffixLookup
+from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.sampling import logits_processors as processors
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer

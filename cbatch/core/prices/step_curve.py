@@ -92,7 +92,6 @@ class StepCurve:
         return float(self.seconds_at(count, self._points[nearest][2]))
 
     def _levels(self, context: float) -> tuple[list[float], list[float]]:
-        """Return the curve's points at a context: ascending counts, and non-decreasing seconds."""
         lowest_s, most_steps, counts, levels_s = math.inf, 0.0, [], []
         for at in reversed(self.known):
             count, seconds, about = self._points[at]

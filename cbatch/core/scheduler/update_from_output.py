@@ -223,7 +223,6 @@ def _observe_costs(state: SchedulerState, step: CommittedStep, itl_target_s: flo
 
 
 def _may_end(state: SchedulerState, planned: InFlightStep) -> bool:
-    """Return whether a decoding row may reach its last token in this step."""
     max_emitted = 1 + min(planned.tokens.total_drafts, state.policy.max_depth)
     batch = state.cached_batch
     return batch is None or batch.may_end(state.table, max_emitted)

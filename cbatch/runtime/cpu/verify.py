@@ -84,21 +84,23 @@ def verify(logits: Tensor, rows: RowsToVerify, table: InputBatch) -> Verified:
     expected: tuple[I64, NDArray[np.float32]] | None = None
     greedy = table.greedy[rows.slots]
     if not greedy.all():
-        for verify_rows, mode in (
-            (_verify_by_rejection, table.rejects),
-            (_verify_coupled, table.coupled),
-        ):
+        for mode in (table.rejects, table.coupled):
             at = np.flatnonzero(mode[rows.slots])
             if not len(at):
                 continue
             sampled = _sampled(logits, rows, at, starts, lens, table)
-            accepted, last, chances = verify_rows(sampled)
+            p, drafts, _, num_drafts, noise = sampled
+            if mode is table.coupled:
+                verdict = coupled_verify(p, drafts, num_drafts, noise)
+            else:
+                verdict = rejection_verify(*sampled)
+                if len(drafts):
+                    expected = at, expected_accepted(*sampled[:4], verdict.num_accepted).numpy()
+            accepted = verdict.num_accepted.numpy()
             if rows.drafts is not None:
                 tokens[at, :-1] = rows.drafts[at, : tokens.shape[1] - 1]
-            tokens[at, accepted] = last
+            tokens[at, accepted] = verdict.next_tokens.numpy()
             num_accepted[at] = accepted
-            if chances is not None:
-                expected = at, chances
     status = _STATUS_BY_FINITE.take(finite)
     for row, depth in dead_ends.items():
         if finite[row] and num_accepted[row] >= depth:
@@ -201,22 +203,3 @@ def _sampled(
         torch.from_numpy(lens - 1),
         table.noise_rows(slots, rows.known[at]),
     )
-
-
-# The number of accepted drafts of each row, the next token, and the expected number of accepted
-# drafts (None where no draft was verified by rejection).
-_Outcome = tuple[I64, I64, NDArray[np.float32] | None]
-
-
-def _verify_coupled(sampled: _Sampled) -> _Outcome:
-    p, draft_tokens, _, num_drafts, noise = sampled
-    accepted, following = coupled_verify(p, draft_tokens, num_drafts, noise)
-    return accepted.numpy(), following.numpy(), None
-
-
-def _verify_by_rejection(sampled: _Sampled) -> _Outcome:
-    accepted, following = rejection_verify(*sampled)
-    expected = None
-    if len(sampled.draft_tokens):
-        expected = expected_accepted(*sampled[:4], accepted).numpy()
-    return accepted.numpy(), following.numpy(), expected

@@ -117,7 +117,6 @@ class ChainDrafter(Drafter):
 
     @property
     def _model_alone(self) -> bool:
-        """True if no slot uses a lookup."""
         return self._live <= {(MODEL,)}
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
@@ -140,7 +139,7 @@ class ChainDrafter(Drafter):
             (chain,) = self._live
             if len(chain) == 1 and chain[0] in self.lookups:
                 return self.lookups[chain[0]].propose(rows)
-        merger = ProposalMerger(self.table, rows)
+        parts: list[tuple[I64, Proposal]] = []
         waiting = rows.num_drafts > 0
         self._ingest_slices(rows)
         for turn, name in sorted({each for chain in self._live for each in self._turns_of(chain)}):
@@ -153,9 +152,9 @@ class ChainDrafter(Drafter):
                 if not len(at):
                     continue
             proposal = drafter.propose(part)
-            merger.add(at, proposal)
+            parts.append((at, proposal))
             waiting[at] &= (proposal.num_drafted == 0) & ~proposal.non_finite
-        return merger.merged()
+        return merged(self.table, rows, parts)
 
     def _ingest_slices(self, rows: DraftRows) -> None:
         """Compute catch-up slices of the model for rows that do not draft yet."""
@@ -179,48 +178,41 @@ class ChainDrafter(Drafter):
         )
 
 
-class ProposalMerger:
-    """Merges proposals for some rows of a step into one proposal for all rows."""
+def merged(table: InputBatch, rows: DraftRows, parts: list[tuple[I64, Proposal]]) -> Proposal:
+    """Merge proposals into one for all rows of a step. `parts` has (rows, their proposal); the rows
+    are ascending, and each drafts in one part at most."""
+    shape = len(rows.slots), int(rows.num_drafts.max(initial=0))
+    tokens, num_drafted = np.zeros(shape, dtype=np.int64), np.zeros(shape[0], dtype=np.int64)
+    non_finite = np.zeros(shape[0], dtype=np.bool_)
+    for at, proposal in parts:
+        tokens[at, : proposal.tokens.shape[1]] = proposal.tokens
+        num_drafted[at] = proposal.num_drafted
+        non_finite[at] |= proposal.non_finite
+    whole = Proposal(tokens, num_drafted, None, non_finite)
+    drawn = [(at[part.num_drafted > 0], part.probs) for at, part in parts if part.probs is not None]
+    return whole._replace(probs=merged_probs(table, rows, whole, drawn)) if drawn else whole
 
-    def __init__(self, table: InputBatch, rows: DraftRows) -> None:
-        self._vocab_size = table.vocab_size
-        self._rejects = table.rejects[rows.slots]
-        num_rows = len(rows.slots)
-        self._tokens = np.zeros((num_rows, int(rows.num_drafts.max(initial=0))), dtype=np.int64)
-        self._num_drafted = np.zeros(num_rows, dtype=np.int64)
-        self._non_finite = np.zeros(num_rows, dtype=np.bool_)
-        self._probs: list[tuple[I64, Tensor]] = []  # (rows, q of their drafts)
 
-    def add(self, at: I64, proposal: Proposal) -> None:
-        """Add a proposal for the rows `at`, ascending, none of which has drafts yet."""
-        self._tokens[at, : proposal.tokens.shape[1]] = proposal.tokens
-        self._num_drafted[at] = proposal.num_drafted
-        self._non_finite[at] |= proposal.non_finite
-        if proposal.probs is not None:
-            self._probs.append((at[proposal.num_drafted > 0], proposal.probs))
+def merged_probs(
+    table: InputBatch, rows: DraftRows, whole: Proposal, drawn: list[tuple[I64, Tensor]]
+) -> Tensor:
+    """Return q of every draft in rows verified by rejection; `drawn` has (rows, q of their drafts).
 
-    def merged(self) -> Proposal:
-        return Proposal(self._tokens, self._num_drafted, self.merge_probs(), self._non_finite)
-
-    def merge_probs(self) -> Tensor | None:
-        """Return q of every draft in rows verified by rejection, or None if no draft has a q.
-
-        If other drafts were drawn from a q, a draft chosen with certainty gets a one-hot q. Bit for
-        bit, it gives the same result as no q: u * 1 = u, and max(p - q, 0) removes the draft."""
-        if not self._probs:
-            return None
-        counts = self._num_drafted * self._rejects
-        row_of = np.arange(len(counts)).repeat(counts)  # the row of each draft
-        if len(self._probs) == 1 and len(self._probs[0][1]) == len(row_of):
-            return self._probs[0][1]
-        merged = torch.zeros((len(row_of), self._vocab_size))
-        certain = np.ones(len(row_of), dtype=np.bool_)
-        for at, probs in self._probs:
-            drawn = np.isin(row_of, at)
-            certain &= ~drawn
-            merged[torch.from_numpy(np.flatnonzero(drawn))] = probs
-        depth = np.arange(self._tokens.shape[1])
-        tokens = self._tokens[self._rejects][depth < counts[self._rejects, None]]
-        flat = np.flatnonzero(certain)
-        merged[torch.from_numpy(flat), torch.from_numpy(tokens[flat])] = 1.0
-        return merged
+    If other drafts were drawn from a q, a draft chosen with certainty gets a one-hot q. Bit for
+    bit, it gives the same result as no q: u * 1 = u, and max(p - q, 0) removes the draft."""
+    rejects = table.rejects[rows.slots]
+    counts = whole.num_drafted * rejects
+    row_of = np.arange(len(counts)).repeat(counts)  # the row of each draft
+    if len(drawn) == 1 and len(drawn[0][1]) == len(row_of):
+        return drawn[0][1]
+    q = torch.zeros((len(row_of), table.vocab_size))
+    certain = np.ones(len(row_of), dtype=np.bool_)
+    for at, probs in drawn:
+        is_drawn = np.isin(row_of, at)
+        certain &= ~is_drawn
+        q[torch.from_numpy(np.flatnonzero(is_drawn))] = probs
+    depth = np.arange(whole.tokens.shape[1])
+    tokens = whole.tokens[rejects][depth < counts[rejects, None]]
+    flat = np.flatnonzero(certain)
+    q[torch.from_numpy(flat), torch.from_numpy(tokens[flat])] = 1.0
+    return q

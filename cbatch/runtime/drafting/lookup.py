@@ -81,7 +81,6 @@ class LookupDrafter(Drafter):
         return tokens, num_drafted
 
     def _guess(self, slot: int, known: int, depth: int) -> list[int]:
-        """Draft after the first `known` tokens of a slot."""
         # The window moves by half its size, so a token stays in it for at least half a window.
         start = max(-(-known // self._half) - 2, 0) * self._half
         return self._lookup.guess(self.table.tokens[slot, start:known], depth)

@@ -1,4 +1,4 @@
-"""Attention of one model's passes: its paged KV cache, and work lists that the device fills."""
+"""Paged attention for one model: its KV cache and the work lists that the planning kernel fills."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from triton_kernels.attention import (
 from triton_kernels.attention.table import INVARIANT_ROWS, SPLIT_TOKENS, arch_of, tile_for
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
-_MAX_BLOCK_TOKENS = 8  # query tokens that a tile is chosen to fit; longer queries take several
-MIN_SPLIT_KEYS = 64  # least keys of a part, if a context is split into balanced parts
+# Tiles are sized for queries of up to this many tokens; a longer query takes several tiles.
+_MAX_BLOCK_TOKENS = 8
+MIN_SPLIT_KEYS = 64  # smallest split of a context in balanced mode
 
 
 class Tuning(NamedTuple):
-    """Tile and launch sizes for queries that fit `tile` or have up to `query_tokens` tokens. Longer
-    queries use `longer`, or the same tuning if that is None."""
+    """Launch configuration for queries that fit `tile` or have up to `query_tokens` tokens. Longer
+    queries use `prefill`, or this one if that is None."""
 
     tile: Tile
     num_programs: int  # launched programs: those that fit on the device at a time
     max_partials: int  # most partial results (block of queries, part of keys) in memory at a time
     split_tokens: int = SPLIT_TOKENS
     balanced: bool = False  # size parts by the step's load; False: batch-invariant attention
-    longer: Tuning | None = None
+    prefill: Tuning | None = None
     query_tokens: int = 1
 
     @classmethod
@@ -67,10 +68,12 @@ class Tuning(NamedTuple):
         else:
             find = partial(tile_for, heads, dtype, page_tokens, kv_dtype=kv_dtype)
             arch = arch_of(device)
-            few = heads.group * min(query_tokens, _MAX_BLOCK_TOKENS)
-            few = few if numerics == "fast" else INVARIANT_ROWS
+            decode_rows = INVARIANT_ROWS
+            if numerics == "fast":
+                decode_rows = heads.group * min(query_tokens, _MAX_BLOCK_TOKENS)
             try:
-                tiles = [find(arch=arch, rows=min(few, INVARIANT_ROWS)), find(arch=arch)]
+                rows = min(decode_rows, INVARIANT_ROWS)
+                tiles = [find(arch=arch, rows=rows), find(arch=arch)]
             except ValueError as error:
                 problem = f"{heads} of {dtype} are not supported on a GPU ({arch})"
                 raise FieldError("model", problem, "use --device cpu") from error
@@ -78,19 +81,20 @@ class Tuning(NamedTuple):
         if numerics != "fast":
             tile = tiles[0]
             return cls(tile, tile.programs * processors, 2 * processors)
-        chosen: Tuning | None = None
-        for tile in dict.fromkeys(reversed(tiles)):
+
+        def balanced(tile: Tile, prefill: Tuning | None) -> Tuning:
             programs = tile.programs * processors
             partials = balanced_partials(programs, heads)
             split_tokens = max(MIN_SPLIT_KEYS, tile.keys)
-            chosen = cls(tile, programs, partials, split_tokens, True, chosen, query_tokens)
-        assert chosen is not None
-        return chosen
+            return cls(tile, programs, partials, split_tokens, True, prefill, query_tokens)
+
+        decode, prefill = tiles[0], tiles[-1]
+        return balanced(decode, None if prefill == decode else balanced(prefill, None))
 
     def partial_bytes(self, heads: Heads) -> int:
         """Return the bytes of memory for partial results."""
-        own = self.max_partials * heads.kv_heads * self.tile.rows * (heads.head_dim + 2) * 4
-        return own + (self.longer.partial_bytes(heads) if self.longer is not None else 0)
+        size = self.max_partials * heads.kv_heads * self.tile.rows * (heads.head_dim + 2) * 4
+        return size + (0 if self.prefill is None else self.prefill.partial_bytes(heads))
 
     def work_lists(
         self,
@@ -103,10 +107,10 @@ class Tuning(NamedTuple):
     ) -> dict[int | None, list[tuple[WorkList, int]]]:
         """Return the work lists of short and of long queries, with program counts, by window."""
         short = max_tokens
-        if self.longer is not None:
+        if self.prefill is not None:
             short = max(block_tokens(heads, self.tile), self.query_tokens)
         by_window: dict[int | None, list[tuple[WorkList, int]]] = {w: [] for w in windows}
-        for tuning, queries in ((self, (1, short)), (self.longer, (short + 1, max_tokens))):
+        for tuning, queries in ((self, (1, short)), (self.prefill, (short + 1, max_tokens))):
             if tuning is None:
                 continue
             partials = Partials.allocate(tuning.max_partials, heads, tuning.tile, device)
@@ -204,7 +208,7 @@ class PagedAttention:
                 k_scale=k_scale,
                 v_scale=v_scale,
                 num_programs=num_programs,
-                early=True,  # `work` was planned before the product that made `q`
+                early=True,  # may overlap the q projection: the work list is already there
             )
         return out
 

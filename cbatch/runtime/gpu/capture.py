@@ -85,9 +85,6 @@ class UncompiledKernels:
         return not groups_of(params).isdisjoint(self.pending)
 
 
-_logger = logging.getLogger("cbatch")
-
-
 class StepCapture:
     """Runs every kind of step once, without slots."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class DeviceSteps:
         tuning: Tuning | None,
     ) -> None:
         self.limits, self.queue = limits, device_for(target.device)
+        self._num_blocks, self._kv_dtype, self._tuning = num_blocks, kv_dtype, tuning
         self.sizes = sizes = limits.arena_of(target.config)
         with torch.inference_mode(), self.queue.working():
             self._arena = Arena.allocate(sizes, target.device)
@@ -91,11 +92,10 @@ class DeviceSteps:
                 tokens = limits.max_catch_up if draft is not None else 1
                 depth, device = limits.max_drafts, target.device
                 self.layout = DraftLayout.allocate(sizes.slots, tokens, depth, device)
-            passes = PassBuilder(limits, num_blocks, kv_dtype, tuning, self.state, self.layout)
             self.draft_passes, self.draft_kv = (
-                (None, None) if draft is None else passes.of_draft(draft, sizes.vocab)
+                (None, None) if draft is None else self._passes_of_draft(draft, sizes.vocab)
             )
-            self.target_pass, self.kv = passes.of_target(target, self.draft_passes)
+            self.target_pass, self.kv = self._pass_of_target(target, self.draft_passes)
             self._inbox = torch.zeros(0, dtype=torch.int32, device=target.device)
             self.masking = Masking(
                 self.target_pass, self.queue, limits.max_num_seqs, limits.max_drafts
@@ -176,6 +176,68 @@ class DeviceSteps:
         features = SamplingFeatures(bounds.shaped, bounds.filtered, sampled)
         self.target_pass.decide(self.queue, rows, features)
 
+    def _passes_of_draft(self, draft: Draft, vocab: int) -> tuple[DraftPasses, KVCache | None]:
+        """Return the draft's passes and its KV cache, None for Medusa heads, which need none.
+        `vocab` is the size of the target's vocabulary."""
+        assert self.layout is not None
+        limits, max_tokens = self.limits, self.limits.max_catch_up
+        kv, attention, kind, more = None, None, DraftPasses, {}
+        if isinstance(draft, GpuHead):
+            kind = EaglePasses if isinstance(draft, GpuEagleHead) else MedusaPasses
+            more["states"] = DeviceStates(
+                draft,
+                self.state,
+                num_blocks=self._num_blocks,
+                block_size=limits.block_size,
+                max_tokens=limits.max_num_batched_tokens,
+            )
+        if not isinstance(draft, GpuMedusaHead):
+            first_key = FIRST_KEY if isinstance(draft, GpuEagleHead) else 0
+            kv, attention = self._memory(draft, max_tokens, first_key)
+        passes = kind(
+            draft,
+            attention,
+            self.state,
+            self.layout,
+            block_size=limits.block_size,
+            max_tokens=max_tokens,
+            max_positions=limits.max_sequence_tokens,
+            max_drafts=limits.max_drafts,
+            vocab=vocab,
+            **more,
+        )
+        return passes, kv
+
+    def _pass_of_target(
+        self, decoder: Decoder, drafting: DraftPasses | None
+    ) -> tuple[TargetPass, KVCache]:
+        max_tokens = self.limits.max_num_batched_tokens
+        kv, attention = self._memory(decoder, max_tokens)
+        target = TargetPass(
+            decoder,
+            kv,
+            attention,
+            self.state,
+            self.layout,
+            drafting,
+            max_tokens=max_tokens,
+            max_positions=self.limits.max_sequence_tokens,
+            max_drafts=self.limits.max_drafts,
+        )
+        return target, kv
+
+    def _memory(
+        self, decoder: Decoder | GpuEagleHead, max_tokens: int, first_key: int = 0
+    ) -> tuple[KVCache, PagedAttention]:
+        config, page_tokens = decoder.config, self.limits.block_size
+        kv_dtype, tuning = self._kv_dtype or decoder.dtype, self._tuning
+        kv = KVCache(config, self._num_blocks, page_tokens, kv_dtype, decoder.device)
+        if tuning is None:
+            tuning = self.limits.tuning_of(decoder, kv_dtype)
+        scales = kv_scales(decoder, kv_dtype)
+        tables = self.state.blocks
+        return kv, PagedAttention(config, kv, tables, max_tokens, tuning, scales, first_key)
+
 
 class Masking:
     """Applies the host's token masks to the logits of `target`."""
@@ -223,78 +285,3 @@ class Masking:
         starts, lens = target.layout.logit_starts, target.num_rows()
         mask_logits(target.logits, bits.view(rows.shape), starts, lens)
         return dead_ends
-
-
-class PassBuilder(NamedTuple):
-    """Settings of both passes. `kv_dtype` and `tuning` are the arguments of `GpuExecutor`;
-    `layout` is None without speculation."""
-
-    limits: StepLimits
-    num_blocks: int
-    kv_dtype: torch.dtype | None
-    tuning: Tuning | None
-    state: SlotState
-    layout: DraftLayout | None
-
-    def of_draft(self, draft: Draft, vocab: int) -> tuple[DraftPasses, KVCache | None]:
-        """Return the draft's passes and its KV cache, None for Medusa heads, which need none.
-        `vocab` is the size of the target's vocabulary."""
-        assert self.layout is not None
-        limits, max_tokens = self.limits, self.limits.max_catch_up
-        kv, attention, kind, more = None, None, DraftPasses, {}
-        if isinstance(draft, GpuHead):
-            kind = EaglePasses if isinstance(draft, GpuEagleHead) else MedusaPasses
-            more["states"] = DeviceStates(
-                draft,
-                self.state,
-                num_blocks=self.num_blocks,
-                block_size=limits.block_size,
-                max_tokens=limits.max_num_batched_tokens,
-            )
-        if not isinstance(draft, GpuMedusaHead):
-            first_key = FIRST_KEY if isinstance(draft, GpuEagleHead) else 0
-            kv, attention = self._memory(draft, max_tokens, first_key)
-        passes = kind(
-            draft,
-            attention,
-            self.state,
-            self.layout,
-            block_size=limits.block_size,
-            max_tokens=max_tokens,
-            max_positions=limits.max_sequence_tokens,
-            max_drafts=limits.max_drafts,
-            vocab=vocab,
-            **more,
-        )
-        return passes, kv
-
-    def of_target(
-        self, decoder: Decoder, drafting: DraftPasses | None
-    ) -> tuple[TargetPass, KVCache]:
-        max_tokens = self.limits.max_num_batched_tokens
-        kv, attention = self._memory(decoder, max_tokens)
-        target = TargetPass(
-            decoder,
-            kv,
-            attention,
-            self.state,
-            self.layout,
-            drafting,
-            max_tokens=max_tokens,
-            max_positions=self.limits.max_sequence_tokens,
-            max_drafts=self.limits.max_drafts,
-        )
-        return target, kv
-
-    def _memory(
-        self, decoder: Decoder | GpuEagleHead, max_tokens: int, first_key: int = 0
-    ) -> tuple[KVCache, PagedAttention]:
-        """Return a KV cache for a model, and the attention that reads it."""
-        config, page_tokens = decoder.config, self.limits.block_size
-        kv_dtype, tuning = self.kv_dtype or decoder.dtype, self.tuning
-        kv = KVCache(config, self.num_blocks, page_tokens, kv_dtype, decoder.device)
-        if tuning is None:
-            tuning = self.limits.tuning_of(decoder, kv_dtype)
-        scales = kv_scales(decoder, kv_dtype)
-        tables = self.state.blocks
-        return kv, PagedAttention(config, kv, tables, max_tokens, tuning, scales, first_key)

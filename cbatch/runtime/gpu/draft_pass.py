@@ -129,7 +129,6 @@ class DraftPasses:
         self._begin(flat, longest)
 
     def _begin(self, flat: FlatTokens, longest: int) -> None:
-        """Run the first pass over the tokens of `layout`."""
         self.attention.plan(self.layout.query_starts, self.layout.contexts, longest)
         self._forward(flat, first=True)
 

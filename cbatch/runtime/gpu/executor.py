@@ -10,7 +10,7 @@ import torch
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.gpu.attention import Tuning
-from cbatch.runtime.gpu.capture import StepCapture, UncompiledKernels
+from cbatch.runtime.gpu.capture import GROUPS, StepCapture, UncompiledKernels
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device_steps import DeviceSteps, HostBuffers, Pending
 from cbatch.runtime.gpu.host_drafts import DeviceModel, HostSide, LookupSettings
@@ -81,15 +81,18 @@ class GpuExecutor:
             )
         vocab = target.config.vocab_size
         self.host_side = HostSide(limits, num_blocks, vocab, model, lookups, grammars)
-        self._capture = StepCapture(steps, self.host_side)
-        self.capture, self.run_all = self._capture.capture, self._capture.run_all
+        self.step_capture = StepCapture(steps, self.host_side)
         self._logprobs = LogprobsReader(target, self.target_pass, self.state, grammars)
         self._buffers = deque(HostBuffers() for _ in range(_MAX_PENDING))
         self._pending: deque[Pending] = deque()
 
     @property
     def background_kernels(self) -> UncompiledKernels:
-        return self._capture.background_kernels
+        return self.step_capture.background_kernels
+
+    def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
+        """Compile kernels and capture graphs; see `StepCapture.capture`."""
+        self.step_capture.capture(now)
 
     @property
     def num_pending(self) -> int:
@@ -142,7 +145,6 @@ class GpuExecutor:
         self.host_side.forget()
 
     def _begin(self, plan: StepPlan) -> Pending:
-        """Queue a step, up to and including the target's forward pass."""
         started = self.queue.record_event()
         self.host_side.apply_deltas(plan.deltas)
         draft_plan = self.host_side.plan_drafts(plan, (step.plan for step in self._pending))

@@ -169,7 +169,6 @@ class LogprobsReader:
         return self._fetched(slot, ask, torch.cat(parts), device)._replace(position=start + 1)
 
     def _queue_output(self, slot: int, count: int, device: Device) -> _Copy:
-        """Queue log probabilities of the tokens that the step emits, at most `count`."""
         target, ask = self._target, self._asks.outputs[slot]
         logits = self._kept.pop(slot, None)
         if logits is None:
@@ -181,7 +180,6 @@ class LogprobsReader:
         return self._fetched(slot, ask, logits, device)
 
     def _logits(self, slot: int, count: int) -> Tensor:
-        """Return a copy of the first `count` rows of a slot's logits, fp32 [count, V]."""
         target = self._target
         index = torch.arange(count, dtype=torch.int32, device=target.logits.device)
         rows = (target.layout.logit_starts[slot] + index).clamp_(max=target.max_logits - 1)

@@ -127,7 +127,6 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
 
 
 def _persistent_bytes(decoder: Draft, tokens: int, limits: StepLimits) -> int:
-    """Return the bytes of residual stream, partial attention results and rotary table."""
     config = decoder.config
     if not config.num_layers:  # Medusa heads have no attention
         return 0
@@ -138,7 +137,6 @@ def _persistent_bytes(decoder: Draft, tokens: int, limits: StepLimits) -> int:
 
 
 def _decision_bytes(decoder: Draft, rows: int, arena: ArenaSizes) -> int:
-    """Return the bytes to compute `rows` rows of logits, and to sample from and verify them."""
     hidden = decoder.config.hidden_size * (_FP32_BYTES + 2 * decoder.dtype.itemsize)
     return rows * (hidden + bytes_a_row(arena.vocab, arena.listed + arena.drafts))
 

@@ -197,7 +197,6 @@ class _GraphCheck(TorchDispatchMode):
 
 
 def _waits(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether the host must wait for the device in this operation."""
     if name in _INDEXES:
         return any(x is not None and x.dtype == torch.bool for x in args[1])
     if name == "repeat_interleave":
@@ -206,8 +205,6 @@ def _waits(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _is_mixture(module: nn.Module) -> bool:
-    """Return whether a module is a mixture of experts that uses transformers' interface for
-    experts."""
     weights = (getattr(module, name, None) for name in ("gate_up_proj", "up_proj"))
     return any(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights)
 

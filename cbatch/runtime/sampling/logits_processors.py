@@ -338,7 +338,6 @@ class LogitsProcessors:
 
 
 def _is_empty(row: Tensor) -> bool:
-    """Return whether every token is forbidden."""
     return row.max().item() == -torch.inf
 
 

@@ -125,7 +125,6 @@ class Structured:
         return allowed
 
     def _has_successor(self, token: int) -> bool:
-        """Return whether any token may follow `token`."""
         self.advance(token)
         has_next = bool(self._allowed().any())
         self.rollback(1)

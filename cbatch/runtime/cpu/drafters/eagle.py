@@ -89,7 +89,6 @@ class EagleDrafter(DraftModel):
         return bool(table.greedy[rows.slots].all()) and not np.any(shaped)
 
     def _propose_greedy(self, rows: DraftRows) -> Proposal:
-        """Propose as `DraftModel.propose` does, in one call of the C kernel."""
         depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - rows.num_tokens)
         drafts = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
         num_drafted, non_finite = np.zeros_like(depths), np.zeros(len(depths), dtype=np.bool_)
