@@ -251,6 +251,7 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 # Places where an engine, a server, a simulation or a run is put together from its parts.
 WIDE_FILES = {
     "bench/gpu/engine.py": 20,
+    "sim/cli/simulation.py": 16,
 }
 
 
