@@ -114,7 +114,7 @@ class RecordedDrafts(AcceptanceModel):
             limit = planned
             if drafter == MODEL:
                 limit = min(planned, self._context_tokens + 1 - known)
-                if not self._is_head and not self._catch_up(slot, known, catch_up):
+                if limit < 1 or not (self._is_head or self._catch_up(slot, known, catch_up)):
                     continue
             count = min(limit, self._fate(drafter, slot, known)[0])
             if count > 0:

@@ -32,7 +32,7 @@ def trace(tmp_path: Path) -> Path:
 def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path) -> None:
     """Sweep numbers, policies with and without a draft, and a switch, in several processes and in
     one. Each row also runs alone."""
-    drafts = ("--draft-model", "llama-3.2-1b", "--acceptance", 0.6, *SMALL, "--slo", "ttft=0.02")
+    drafts = ("--draft", "llama-3.2-1b", "--acceptance", 0.6, *SMALL, "--slo", "ttft=0.02")
     sweeps = ("--sweep", "lookahead=off,fixed:3", "--sweep", "max-num-seqs=2,8")
     files = [trace.parent / f"{i}.json" for i in range(2)]
     for file, processes in zip(files, (1, 2), strict=True):
@@ -55,7 +55,7 @@ def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path
         single["settings"].pop("draft_model"), report["settings"].pop("draft_model")
         assert report == single
         assert row["ttft_p99_s"] == report["ttft_s"]["p99"]
-        assert row["goodput_share"] == report["goodput"]["share"]
+        assert row["goodput_share"] == report["adaptive"]["share"]
     ratio = rows[2]["output_tokens_per_s"] / rows[0]["output_tokens_per_s"]
     assert ratio > 1.05 and f"×{ratio:.2f}" in run.out and "×1.00" in run.out
 
@@ -69,15 +69,15 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
     )
     write_requests(path, requests)
     out = tmp_path / "out.json"
-    swept = ("--sweep", "no-prefix-cache=off,on", "--json", out, "--processes", 1)
+    swept = ("--sweep", "enable-prefix-caching=on,off", "--json", out, "--processes", 1)
     assert cbatch("sim", path, *CONSTANT, *swept).status == 0
     assert [r["prefix_hit_tokens"] for r in json.loads(out.read_bytes())] == [3 * 32, 0]
     with pytest.raises(SystemExit):
         cbatch("sim", path, *CONSTANT, "--sweep")
-    refused = cbatch("sim", path, *CONSTANT, "--sweep", "queue-policy=fcfs;a,b")
+    refused = cbatch("sim", path, *CONSTANT, "--sweep", "scheduling-policy=fcfs;a,b")
     assert (
         refused.status == 2
-        and "--sweep queue-policy=a,b: 'a,b' is not allowed; use fcfs" in refused.err
+        and "--sweep scheduling-policy=a,b: 'a,b' is not allowed; use fcfs" in refused.err
     )
 
 
@@ -102,10 +102,10 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
         ),
         (("--sweep", "max-num-seqs=2,4", "--max-num-seqs", 8), "--max-num-seqs: would be ignored"),
         (
-            ("--sweep", "no-prefix-cache=yes,no"),
-            "--sweep no-prefix-cache=yes: 'yes' is not allowed; use on or off",
+            ("--sweep", "enable-prefix-caching=yes,no"),
+            "--sweep enable-prefix-caching=yes: 'yes' is not allowed; use on or off",
         ),
-        (("--sweep", "seed=1,2", "--draft-model", "llama-3.2-1b"), "--draft-model: would be"),
+        (("--sweep", "seed=1,2", "--draft", "llama-3.2-1b"), "--draft: would be"),
         (("--sweep", "seed=1,2", "--records", "{out}"), "--records: would be ignored with --sweep"),
         (("--sweep", "seed=1,2", "--processes", 0), "--processes: 0 is not allowed"),
         (("--processes", 2), "--processes: would be ignored without --sweep"),
@@ -178,7 +178,7 @@ def test_capacity_does_not_depend_on_the_length_of_the_trace(
     objective is only on the time between tokens, which a queue does not change."""
     counts, more = (10, 50), (*SESSIONS, "--sessions")
     engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
-    engine += ("--rates", "8:48")
+    engine += ("--rate-scales", "8:48")
     law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
     rates = []
     for count in counts:
@@ -201,8 +201,8 @@ def test_a_trace_that_is_much_too_short_is_reported(cbatch: Command, tmp_path: P
     ]
     write_requests(path, requests)
     slots = ("--num-blocks", 90_000, "--max-model-len", 500, "--max-num-seqs", 20_000)
-    budget = ("--step-budget", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
-    run = cbatch("sim", "capacity", path, *slots, *budget, "--rates", "0.5:1")
+    budget = ("--max-num-batched-tokens", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
+    run = cbatch("sim", "capacity", path, *slots, *budget, "--rate-scales", "0.5:1")
     assert run.status == 0 and "too short to distinguish a burst from a steady load" in run.out, (
         run.out
     )
@@ -221,9 +221,13 @@ def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, slow: Path) -> N
 def test_ends_of_the_range_are_reported(cbatch: Command, slow: Path) -> None:
     low = cbatch("sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "tpot=0.001")
     assert low.status == 0 and "even 0.01562 times the rate misses the objectives" in low.out
-    high = cbatch("sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "ttft=99", "--rates", "1:4")
+    high = cbatch(
+        "sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "ttft=99", "--rate-scales", "1:4"
+    )
     assert high.status == 0 and "capacity: at least 4 times the rate" in high.out
-    above = cbatch("sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "ttft=99", "--rates", "3:5")
+    above = cbatch(
+        "sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "ttft=99", "--rate-scales", "3:5"
+    )
     tried = above.lines[-1]["scenarios"][0]["tried"]
     assert [one["rate"] for one in tried] == [3, 5], "not the lower end of the range"
 
@@ -234,7 +238,7 @@ def test_ends_of_the_range_are_reported(cbatch: Command, slow: Path) -> None:
         ((), "--slo: is missing"),
         (("--slo", "ttft=1", "--percentile", 101), "--percentile: 101.0"),
         (("--slo", "ttft=1", "--goodput-share", 1.5), "--goodput-share: 1.5"),
-        (("--slo", "ttft=1", "--rates", "2:1"), "--rates: 2.0:1.0"),
+        (("--slo", "ttft=1", "--rate-scales", "2:1"), "--rate-scales: 2.0:1.0"),
         (("--slo", "ttft=1", "--sweep", "rate=1,2"), "'rate' is not an option"),
         (("--slo", "ttft=1", "--acceptance", 0.5), "--acceptance: would be ignored"),
         (("--slo", "ttft=1", "--json", "/no/such/folder/r.json"), "--json: /no/such"),

@@ -92,7 +92,7 @@ def test_sim_prints_a_table_and_writes_the_requested_files(cbatch: Command, trac
     assert run.status == 0 and "time to first token" in run.out
     report, last = json.loads(out.read_bytes()), run.lines[-1]
     assert report["requests"] == last["requests"] == 30
-    assert report["settings"]["cost"] == "constant" and report["goodput"]["share"] <= 1
+    assert report["settings"]["cost"] == "constant" and report["adaptive"]["share"] <= 1
     assert report["tpot_s"]["mean"] == pytest.approx(0.01)
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert len(lines) == 30 and {"ttft_s", "tpot_s", "e2e_s", "queue_s"} <= set(lines[0])
@@ -106,7 +106,7 @@ def test_sim_prints_a_table_and_writes_the_requested_files(cbatch: Command, trac
 
 def test_sim_by_roofline_with_drafts_and_with_clients(cbatch: Command, trace: Path) -> None:
     run = cbatch(
-        "sim", trace, "--lookahead", "fixed:3", "--draft-model", "llama-3.2-1b",
+        "sim", trace, "--lookahead", "fixed:3", "--draft", "llama-3.2-1b",
         "--acceptance", 0.8, "--requests", 10,
     )  # fmt: skip
     last = run.lines[-1]
@@ -134,10 +134,10 @@ def test_sim_of_a_fleet(cbatch: Command, trace: Path) -> None:
     ("argv", "words"),
     [
         (("--acceptance", 0.5), "--acceptance: would be ignored"),
-        (("--draft-model", "llama-3.2-1b"), "--draft-model: would be ignored"),
+        (("--draft", "llama-3.2-1b"), "--draft: would be ignored"),
         (("--concurrency", 2, "--rate", 3), "--rate: would be ignored"),
         (("--step-seconds", 0.1, "--gpu", "H100"), "--gpu: would be ignored"),
-        (("--cost", "f", "--tp", 2), "--tp: would be ignored"),
+        (("--cost", "f", "--tensor-parallel-size", 2), "--tensor-parallel-size: would be ignored"),
         (("--cost", "/no/file"), "--cost: /no/file is not a cost profile"),
         (("--cost-table", "/no/folder"), "dense.csv"),
         (("--cost-table", "/no/folder", "--lookahead", "ema"), "has no prices of drafts"),
@@ -173,7 +173,7 @@ def test_the_pool_of_a_device_or_of_a_recorded_run(
     settings = cbatch("sim", trace, *card).lines[-1]["settings"]
     assert settings["num_blocks"] == pytest.approx(2588, rel=0.03), "as in vLLM 0.19 on this GPU"
     assert (settings["pool"], settings["gpu_memory_utilization"]) == ("vllm-0.19", 0.9)
-    longer = cbatch("sim", trace, *card, "--step-budget", 32768).lines[-1]["settings"]
+    longer = cbatch("sim", trace, *card, "--max-num-batched-tokens", 32768).lines[-1]["settings"]
     assert longer["num_blocks"] < 0.6 * settings["num_blocks"], "the largest step needs more memory"
     log = tmp_path / "vllm.log"
     log.write_text("GPU KV cache size: 41,408 tokens\n", encoding="utf-8")
@@ -240,7 +240,9 @@ def test_a_step_log_supplies_its_engines_settings(cbatch: Command, tmp_path: Pat
     for field in (*fields, "max_num_batched_tokens", "queue_policy", "enable_prefix_caching"):
         assert values[field] == getattr(config, field), field
     assert len(values["as_recorded"]) == 8
-    changed = settings(*constant, "--max-num-seqs", 2, "--prefix-cache", "--queue-policy", "fcfs")
+    changed = settings(
+        *constant, "--max-num-seqs", 2, "--enable-prefix-caching", "--scheduling-policy", "fcfs"
+    )
     assert [changed[f] for f in ("max_num_seqs", "enable_prefix_caching", "queue_policy")] == [
         2,
         True,
@@ -255,7 +257,7 @@ def test_a_step_log_supplies_its_engines_settings(cbatch: Command, tmp_path: Pat
     run = cbatch("sim", "capacity", path, "--slo", "ttft=1")
     assert run.status == 2 and "--gpu" in run.err and "H100" not in run.out + run.err
     assert run_as_recorded(path) == (3, 7.0)
-    assert run_as_recorded(path, "--queue-policy", "fcfs") == (3, None)
+    assert run_as_recorded(path, "--scheduling-policy", "fcfs") == (3, None)
 
 
 def test_the_header_describes_the_simulated_engine(
@@ -273,7 +275,7 @@ def test_the_header_describes_the_simulated_engine(
     swept = ("--sweep", "gpu=L4,H100", "--sweep", "requests=2,3", "--processes", 1)
     both = "gpu L4, model llama-3.1-8b, tensor parallel size 1; cost roofline, gpu H100"
     assert both in cbatch("sim", trace, *swept).out
-    searched = cbatch("sim", "capacity", trace, "--slo", "ttft=9", "--rates", "1:2")
+    searched = cbatch("sim", "capacity", trace, "--slo", "ttft=9", "--rate-scales", "1:2")
     assert roofline in searched.out, searched.err
 
 
@@ -311,7 +313,7 @@ def test_sim_by_calibration(cbatch: Command, trace: Path, calibration: Path) -> 
     document = json.loads(calibration.read_bytes())
     assert document["engine"]["max_num_seqs"] == document["max_rows"] == 2
     assert document["held_out"]["steps"] > 0 and document["profile"] is None
-    run = cbatch("sim", trace, "--cost", calibration, "--lookahead", "goodput", "--requests", 4)
+    run = cbatch("sim", trace, "--cost", calibration, "--lookahead", "adaptive", "--requests", 4)
     last = run.lines[-1]
     settings = last["settings"]
     assert (settings["cost"], settings["num_blocks"], settings["max_num_seqs"]) == (
