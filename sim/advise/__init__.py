@@ -1,1 +1,1 @@
-"""Counterfactuals of a recorded run: `cbatch advise`. Imports all of `sim`, and the drafters."""
+"""Counterfactuals of a recorded run: `cbatch advise`. Imports all of `sim`, and `cbatch.rerun`."""

@@ -17,13 +17,12 @@ from cbatch.rerun.drafters import Fates
 from cbatch.rerun.models import DraftSizes
 from sim.advise.recording import figures
 from sim.advise.speed import PacedExecutor, RecordedSpeed
-from sim.advise.texts import RecordedDrafts, RecordedTokens, Texts
+from sim.advise.texts import RecordedDrafts, RecordedTokens, Texts, as_traced
 from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.report.report import Record
 from sim.report.timeline import Observer
 from sim.workload.sources import OpenLoop
-from sim.workload.traces.request import TraceRequest
 
 SIMILAR = 0.01  # relative difference in tokens/s below which the shorter gaps decide
 SHORTER = 0.05  # gaps shorter by this share are a reason to change settings
@@ -81,14 +80,7 @@ class RecordedWorld(NamedTuple):
         """Serve the recorded arrivals with these settings. Return the settings and the figures."""
         config, records = self.config_of(settings), list[Record]()
         report = replay(
-            OpenLoop(
-                TraceRequest(
-                    arrival_s=text.arrival_s,
-                    prompt_tokens=len(text.request.prompt),
-                    output_tokens=len(text.output),
-                )
-                for text in self.texts.values()
-            ),
+            OpenLoop(map(as_traced, self.texts.values())),
             config,
             self._executor(config, settings.drafter),
             on_record=records.append,

@@ -12,10 +12,16 @@ from cbatch.rerun.drafters import Fates
 from cbatch.steplog.recorded_run import RecordedText
 from sim.executor.acceptance import AcceptanceModel
 from sim.executor.fake import TokenSource
+from sim.workload.traces.request import TraceRequest
 
 # The most tokens that a lagging draft model of a chain computes before it drafts.
 CATCH_UP_TOKENS = 256
 Texts = Mapping[str, RecordedText]
+
+
+def as_traced(text: RecordedText) -> TraceRequest:
+    lengths = {"prompt_tokens": len(text.request.prompt), "output_tokens": len(text.output)}
+    return TraceRequest(arrival_s=text.arrival_s, **lengths)
 
 
 class RecordedTokens(TokenSource):
@@ -108,7 +114,7 @@ class RecordedDrafts(AcceptanceModel):
             limit = planned
             if drafter == MODEL:
                 limit = min(planned, self._context_tokens + 1 - known)
-                if not self._is_head and not self._catch_up(slot, known, catch_up):
+                if limit < 1 or not (self._is_head or self._catch_up(slot, known, catch_up)):
                     continue
             count = min(limit, self._fate(drafter, slot, known)[0])
             if count > 0:

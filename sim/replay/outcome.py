@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cbatch.core.scheduler.scheduler import Scheduler
 from sim.replay.intake import Intake
 from sim.replay.metrics import MetricsRecorder
+from sim.replay.replica import ReplayedEngine
 from sim.report.report import Goodput, Objectives, Replica, Report, SpeculationReport, Spread
 
 MIN_REQUESTS = 20  # finished requests without which overload is not judged
 PILED_UP = 0.1  # share of the requests that are open at the last arrival in an overloaded run
 
 
-class Served(NamedTuple):
-    """A scheduler that has finished its work, and its measurements."""
-
-    scheduler: Scheduler
-    recorder: MetricsRecorder
-
-
 def report_of(
     intake: Intake,
-    served: Sequence[Served],
+    served: Sequence[ReplayedEngine],
     objectives: Objectives | None,
     settings: dict[str, Any],
     *,
@@ -71,7 +64,7 @@ def report_of(
     )
 
 
-def _replica(served: Served, mean_running: float | None) -> Replica:
+def _replica(served: ReplayedEngine, mean_running: float | None) -> Replica:
     recorder, stats = served.recorder, served.scheduler.stats
     return Replica(
         requests=recorder.num_finished,
@@ -115,7 +108,9 @@ def _goodput(
     )
 
 
-def _speculation(served: Sequence[Served], recorder: MetricsRecorder) -> SpeculationReport | None:
+def _speculation(
+    served: Sequence[ReplayedEngine], recorder: MetricsRecorder
+) -> SpeculationReport | None:
     if not served[0].scheduler.state.policy.max_depth:
         return None
     stats = [one.scheduler.stats for one in served]

@@ -23,7 +23,7 @@ from cbatch.core.scheduler.events import Event
 from cbatch.core.scheduler.scheduler import Scheduler
 from sim.replay.intake import Intake, MakeRequest
 from sim.replay.metrics import MetricsRecorder
-from sim.replay.outcome import Served, report_of
+from sim.replay.outcome import report_of
 from sim.replay.replica import Progress, ReplayedEngine, StepExecutor
 from sim.replay.routers import ReplicaLoad, RoundRobin, Router
 from sim.report.report import Objectives, Record, Report
@@ -67,8 +67,7 @@ def replay(
         for i, executor in enumerate(executors)
     ]
     _Loop(source, intake, replicas, router or RoundRobin(), on_progress).run()
-    served = [Served(replica.scheduler, replica.recorder) for replica in replicas]
-    return report_of(intake, served, objectives, settings or {}, by_replica=router is not None)
+    return report_of(intake, replicas, objectives, settings or {}, by_replica=router is not None)
 
 
 class _Loop:

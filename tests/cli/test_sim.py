@@ -55,7 +55,7 @@ def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path
         single["settings"].pop("draft_model"), report["settings"].pop("draft_model")
         assert report == single
         assert row["ttft_p99_s"] == report["ttft_s"]["p99"]
-        assert row["goodput_share"] == report["goodput"]["share"]
+        assert row["goodput_share"] == report["adaptive"]["share"]
     ratio = rows[2]["output_tokens_per_s"] / rows[0]["output_tokens_per_s"]
     assert ratio > 1.05 and f"×{ratio:.2f}" in run.out and "×1.00" in run.out
 

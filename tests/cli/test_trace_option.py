@@ -24,13 +24,10 @@ def no_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     ("endpoint", "protocol"),
     [
         ("localhost:4317", None),
-        ("collector", None),
         ("http://", None),
-        ("http://:4317", None),
         ("ftp://collector:4317", None),
         ("grpc://collector:4318", "http/protobuf"),
         ("http://collector:4318", "http/json"),
-        ("http://collector:4317", "thrift"),
         ("", "grpc"),
     ],
 )
@@ -45,14 +42,13 @@ def test_an_endpoint_that_cannot_be_used_is_refused(
 
 
 @pytest.mark.parametrize("flag", ["--otlp-endpoint", "--otlp-traces-endpoint"])
-@pytest.mark.parametrize("port", [4317, 4318])
 def test_without_the_packages_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, cbatch: Callable[..., Run], flag: str, port: int
+    monkeypatch: pytest.MonkeyPatch, cbatch: Callable[..., Run], flag: str
 ) -> None:
     for module in list(sys.modules):
         if module.partition(".")[0] == "opentelemetry":
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    run = cbatch("serve", flag, f"http://localhost:{port}")
+    run = cbatch("serve", flag, "http://localhost:4317")
     assert run.status == 2 and run.err.count("\n") == 1
     assert f"{flag}: needs OpenTelemetry" in run.err and "pip install 'cbatch[otel]'" in run.err

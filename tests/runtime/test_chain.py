@@ -25,7 +25,7 @@ from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, rejection_verify
 from tests.runtime.engines import RecordingExecutor, Run, admission, make_request, run_engine
-from tests.runtime.pairs import tiny_model
+from tests.runtime.engines import tiny_model
 from tests.runtime.test_drafter import CheckedDraftModel
 from tests.runtime.test_statistics import FILTERS, Z_BOUND, sample, z_against
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,17 +29,19 @@ from cbatch.engine.build import load_core
 from cbatch.engine.core import EngineCore
 from cbatch.engine.options import EngineOptions
 from cbatch.engine.prices.meter import StepMeter
-from cbatch.rerun.drafters import Rerun, rerun
+from cbatch.rerun.drafters import Fates, Rerun, rerun
 from cbatch.rerun.models import DraftSizes
 from cbatch.rerun.prices import recorded_prices, with_drafter
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.lookups import chain_drafter
+from cbatch.steplog.recorded_run import RecordedText
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import encode_line
 from cbatch.text import load_tokenizer
 from sim.advise.recording import Recording, read_run
 from sim.advise.scenarios import RecordedWorld, ScenarioSettings, ranked
 from sim.advise.speed import RecordedSpeed
+from sim.advise.texts import RecordedDrafts
 from sim.cost.base import constant_cost
 from sim.replay.replay import replay
 from sim.report.timeline import TimelineStep
@@ -237,8 +240,6 @@ def test_a_scenario_is_a_real_run_step_by_step(
         {"lookahead": "fixed:4"},
         {"lookahead": "adaptive:8"},
         {"lookahead": "fixed:6", "drafter": "ngram", "max_num_seqs": 8},
-        {"lookahead": "fixed:5", "drafter": "suffix+ngram", "max_num_seqs": 2},
-        {"lookahead": "fixed:4", "drafter": "ngram+model"},
         {"lookahead": "fixed:4", "max_num_batched_tokens": 40, "itl_target_s": 0.006},
     ):
         settings = recorded._replace(**changes)
@@ -249,6 +250,30 @@ def test_a_scenario_is_a_real_run_step_by_step(
             assert simulated == real, (changes, number)
         assert len(steps.steps) == len(expected)
         assert (row["drafted_tokens"] > 0) == (settings.lookahead != "off"), changes
+
+
+def test_the_first_of_a_chain_that_has_drafts_makes_them() -> None:
+    """The draft model has not read the prompt, and catches up before it drafts."""
+    text = RecordedText(make_request("0", 300), 0.0, list(range(9)))
+    lookup, model = [0, 0, 3, 3, 0, 0, 0, 0, 0], [4] * 9
+    fates = {
+        name: {"0": Fates(np.array(drafted), np.array(drafted) // 2)}
+        for name, drafted in (("ngram", lookup), ("model", model))
+    }
+    drafts = RecordedDrafts({"0": text}, ("ngram", "model"), fates, 1, context_tokens=306)
+    drafts.admit(SimpleNamespace(slot=0, request_id="0", draft_kv_len_tokens=0))
+    outcomes = []
+    for position in (1, 2, 3, 4, 5, 6, 7):
+        columns = {"slots": [0], "num_drafts": [4], "catch_up": [0]}
+        plan = SimpleNamespace(**{name: np.array(column) for name, column in columns.items()})
+        drafted = drafts.num_drafted(plan, [300 + position])
+        accepted = drafts.num_accepted(plan.slots, np.array([300 + position]), drafted)
+        (kv_len,) = drafts.draft_kv_lens(plan, lambda at=position: [300 + at])
+        outcomes.append((drafted.item(), accepted.item(), kv_len.item()))
+    # At 1 none drafts: the model reads 256 tokens, which is not enough. Its context ends at 306.
+    assert outcomes == [
+        (0, 0, 256), (3, 1, 256), (3, 1, 256), (3, 2, 304), (2, 2, 305), (1, 1, 306), (0, 0, 306)
+    ]  # fmt: skip
 
 
 def test_prices_fitted_to_a_log_are_those_of_its_steps(tmp_path: Path, core: EngineCore) -> None:

@@ -106,17 +106,6 @@ def test_prices_predict_other_steps() -> None:
     assert abs(accuracy(fit_profile(stalled), exact).total) < 0.02
 
 
-def test_the_cost_of_choosing_depths_has_its_own_price() -> None:
-    """An admission costs half a millisecond. A fit that does not know which steps choose depths
-    charges all of them."""
-    known = samples(1500, 0.05, seed=0)
-    prices = fit_profile(known)
-    assert prices.price("host_adaptive_admission_s") == pytest.approx(5e-4, rel=0.15)
-    assert prices.price("host_adaptive_row_s") == pytest.approx(1e-5, rel=0.15)
-    blind = [replace(sample, adaptive=False) for sample in known]
-    assert fit_profile(blind).price("host_admission_s") > 1.5 * TRUE.price("host_admission_s")
-
-
 def test_least_squares_are_the_best_that_are_not_negative() -> None:
     """The solution is compared with every choice of columns: the optimum is the plain solution of
     one of them."""

@@ -12,7 +12,7 @@ from tests.checking.kv import ContractBreachError
 from tests.checking.language import (
     reference_output,
 )
-from tests.checking.models import ModelledAcceptance, ScriptedAcceptance
+from tests.checking.models import ScriptedAcceptance
 from tests.helpers import make_request
 
 NONE = np.zeros(0, np.int32)
@@ -176,16 +176,6 @@ def test_non_finite_row_emits_nothing_and_its_blocks_must_be_zeroed():
     clean = admit("b", 0, generation=2, prompt=(9, 8, 7, 6, 5))
     zeroed = deltas(clean, released=[0], zeroed=[0, 1, 2])
     assert len(fake.run(plan((0, 2, 5, 0, 0, 1), changes=zeroed)).tokens) == 1
-
-
-def test_a_draft_that_is_not_finite_later_keeps_what_it_drew_before():
-    faults = Faults(draft_non_finite_at={"a": frozenset({2})})
-    fake, _ = prefilled(faults=faults, acceptance=ModelledAcceptance(1.0))
-    result = fake.run(plan((0, 0, 3, 2, 5, 1)))
-    assert result.status.tolist() == [RowStatus.DRAFT_NON_FINITE]
-    assert (result.num_drafted.tolist(), result.num_accepted.tolist()) == ([1], [1])
-    with pytest.raises(ContractBreachError, match="the draft lags 7"):
-        fake.run(plan((0, 0, 2, 1, 0, 1)))
 
 
 ALONE = {"vocab_size": 50, "eos_ids": (), "max_model_len": 100}

@@ -309,3 +309,11 @@ def test_a_policy_is_compared_on_the_same_noise() -> None:
         assert report.speculation is not None and share is not None
         count = report.speculation.drafted_tokens / k
         assert abs(share - expected[k]) < 5 * 0.5 / count**0.5 + 0.02  # ends cut some drafts
+
+
+def test_to_record_cache_events_changes_nothing() -> None:
+    reports = [
+        run(OpenLoop(workload()), config_for(kv_events=kv_events, num_blocks=60, **speculating(3)))
+        for kv_events in (False, True)
+    ]
+    assert reports[0] == reports[1] and reports[0].preemptions

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,6 +34,9 @@ class Points(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: list[float]
 
 
+_COLUMNS = Points.__struct_fields__[1:]
+
+
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     report: Report
@@ -44,18 +49,7 @@ class PageCollector:
     """Callback for records, which collects seven numbers of each record during a run."""
 
     def __init__(self) -> None:
-        self._columns = {
-            name: array("d")
-            for name in (
-                "arrival_s",
-                "prompt_tokens",
-                "output_tokens",
-                "queue_s",
-                "ttft_s",
-                "tpot_s",
-                "e2e_s",
-            )
-        }
+        self._columns = {name: array("d") for name in _COLUMNS}
 
     def __call__(self, record: Record) -> None:
         for name, column in self._columns.items():
@@ -108,19 +102,13 @@ def _points(columns: dict[str, np.ndarray]) -> Points | None:
     picked = np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).round().astype(np.intp))
     order = picked[np.argsort(columns["arrival_s"][picked], kind="stable")]
 
-    def floats(name: str) -> list[float]:
-        return [_short(value) for value in columns[name][order].tolist()]
+    def cells(name: str) -> list[Any]:
+        values = columns[name][order].tolist()
+        if name.endswith("_tokens"):
+            return list(map(int, values))
+        return [None if math.isnan(value) else _short(value) for value in values]
 
-    return Points(
-        num_requests=count,
-        arrival_s=floats("arrival_s"),
-        prompt_tokens=columns["prompt_tokens"][order].astype(int).tolist(),
-        output_tokens=columns["output_tokens"][order].astype(int).tolist(),
-        queue_s=floats("queue_s"),
-        ttft_s=floats("ttft_s"),
-        tpot_s=[None if np.isnan(value) else _short(value) for value in columns["tpot_s"][order]],
-        e2e_s=floats("e2e_s"),
-    )
+    return Points(num_requests=count, **{name: cells(name) for name in _COLUMNS})
 
 
 def _short(value: float) -> float:

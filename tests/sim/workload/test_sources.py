@@ -148,23 +148,6 @@ def shared(one: np.ndarray, other: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else size
 
 
-def test_a_turn_goes_on_where_the_answer_ended() -> None:
-    requests = conversations()
-    prompts = prompts_of(requests)
-    pairs = 0
-    for i in range(len(requests) - 1):
-        before, after = requests[i], requests[i + 1]
-        if after.think_s is None:
-            continue
-        pairs += 1
-        assert before.session == after.session
-        # The executor's answer: tokens counted on from the prompt's last one.
-        answer = prompts[i][-1] + 1 + np.arange(before.output_tokens)
-        history = np.concatenate([prompts[i], answer])
-        assert shared(history, prompts[i + 1]) == len(history) < len(prompts[i + 1])
-    assert pairs > 10
-
-
 def test_sessions_share_their_system_prompt_and_no_more() -> None:
     requests = conversations()
     firsts = [i for i, r in enumerate(requests) if r.think_s is None]
