@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.gpu import __main__ as command
 from bench.gpu import ceilings, kernels, steps
 from bench.gpu.cells import run_cells
 from bench.gpu.environment import Bench
-from bench.gpu.sections import CELLS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 @pytest.mark.parametrize("section", ["ceilings", "kernels", "sweep"])
 def test_everything_is_launched_and_nothing_is_timed(section: str, tmp_path: Path) -> None:
     bench = Bench.open(tmp_path)
-    run_cells(section, CELLS[section](bench), bench.results)
+    run_cells(section, command.SECTIONS[section].cells(bench), bench.results)
     for row in bench.results.of(section).values():
         is_peer = row.get("implementation") == kernels.VLLM
         assert row["status"].startswith("skipped" if is_peer else "unmeasured"), row
