@@ -176,7 +176,7 @@ def run_child(name: str, args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
     bench = Bench.open(args.out, args.peers)
     if not bench.full:
-        interpreter.repair()
+        interpreter.patch()
     commit = {"commit": args.commit} if args.commit else {}
     bench.results.about = describe(bench) | commit | bench.results.about
     run_cells(name, SECTIONS[name].cells(bench), bench.results)

@@ -60,7 +60,7 @@ def test_captured_steps_are_those_of_the_cpu(
         depth=depth,
         arrivals=[0, 0, 1, 2, 12, 6, 7],
         max_num_seqs=3,
-        num_blocks=6,
+        num_blocks=5,
         max_num_batched_tokens=20,
     )
     happened(seen, "accepted", "rejected", "unfinished chunks", "mixed steps", "slots used again")
