@@ -194,7 +194,7 @@ def test_tables_compare_what_was_measured() -> None:
     assert line[3:5] == ["6", "1.2"] and "1.5" in line
     assert ["verify", "64", "vllm", "150", "-", "-", "-", "0.5"] in lines
     assert ["failed:", "wrong", "t"] in lines and ["models", "not", "reached", "1"] in lines
-    assert text.count("32 x gemm") == 2
+    assert text.count("gemm") == 2
 
 
 # --- correctness and vLLM -------------------------------------------------------------------------
@@ -213,6 +213,8 @@ def test_without(broken): pass
 def test_each_test_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     monkeypatch.setattr(correctness, "TESTS", str(tmp_path / "test_it.py"))
+    words = correctness.command("--rootdir", str(tmp_path))
+    monkeypatch.setattr(correctness, "command", lambda *_: words)
     assert correctness.run(bench(tmp_path)) == {"status": "3 tests"}
     rows = statuses(tmp_path, "correctness")
     assert {key.split("::")[1]: status for key, status in rows.items()} == {

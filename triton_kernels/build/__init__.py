@@ -1,2 +1,2 @@
-"""Tools for building and testing kernels: compilation ahead, argument checks, and a patch of Triton's
-interpreter."""
+"""Tools for building and testing kernels: compilation ahead of launches, argument checks, and a
+patch of Triton's interpreter."""
