@@ -17,14 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import torch
-
 from bench.gpu import ceilings, correctness, engine, kernels, models, report, sweep, vllm_engine
 from bench.gpu.cells import NOT_REACHED, Cell, Results, run_cells
 from bench.gpu.environment import Bench, describe
 from bench.gpu.limits import SMALLER
 from cbatch.cli.parser import CommandParser
-from triton_kernels.build import interpreter
 
 _MINUTES = 5.0
 _PACKING_S = 12.0  # time reserved for packing Triton's cache
@@ -135,18 +132,11 @@ def run_section(name: str, command: Sequence[str], out: Path, seconds: float) ->
     """Run a process for at most so long. If it dies it loses its current cell, and another
     continues after that cell."""
     until_s, reached = time.monotonic() + seconds, 0
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     for _ in range(1 + _MAX_RESTARTS):
         with (out / "log.txt").open("a") as log:
             log.write(f"##### {name}\n")
             log.flush()
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=os.environ | interpreted,
-            )
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             if not process.wait(until_s - time.monotonic()):
                 return
@@ -175,11 +165,14 @@ def run_child(name: str, args: argparse.Namespace) -> None:
     """Measure the cells of a section in this process."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
     bench = Bench.open(args.out, args.peers)
-    if not bench.full:
-        interpreter.patch()
     commit = {"commit": args.commit} if args.commit else {}
     bench.results.about = describe(bench) | commit | bench.results.about
-    run_cells(name, SECTIONS[name].cells(bench), bench.results)
+    cells = SECTIONS[name].cells(bench)
+    if not bench.full:
+        rows = {cell.key: cell.labels | {"status": "unmeasured: no GPU"} for cell in cells}
+        bench.results.save(name, rows)
+        return
+    run_cells(name, cells, bench.results)
     if name == "sweep":
         sweep.write_table(bench)
 

@@ -58,11 +58,9 @@ ATTENTION = (
     DECODE, VERIFY, CHUNK, FEW_LONG, MIXED, RAGGED, UNEVEN, "q2ks8k",
     "16q4s8k", "8q1s4k", "q1s1k", "q1s4k", "q1s16k", "q1s64k", "q1s128k", "64q1s256", "256q1s1k",
 )  # fmt: skip
-TINY = ("3q1s20", "q5_2q1s33")  # for interpreted kernels
 
 LLAMA_8B_HEADS = Heads(kv_heads=8, group=4, head_dim=128)
 HEADS = {"llama-8b": LLAMA_8B_HEADS, "llama-1b": LLAMA_8B_HEADS._replace(head_dim=64)}
-TINY_HEADS = Heads(kv_heads=1, group=2, head_dim=16)
 
 MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
 MODEL, SMALLER = MODELS  # the first measured model, and one for the remaining time

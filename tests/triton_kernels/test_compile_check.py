@@ -133,7 +133,7 @@ def test_the_command_ends_with_one_line_of_json(
     assert kernel["target"] == "sm_90", "not shipped for other targets"
 
 
-# --- noise: no fused multiply-add, each operation rounds by itself ---------------------------------
+# --- noise: no fused multiply-add, each operation rounds by itself --------------------------------
 
 
 @triton.jit
