@@ -302,9 +302,6 @@ OPTIONAL |= {"fcntl", "resource", "uvloop"}
 # processes need neither torch, the grammar library nor the hub's client. They are `--help`, the
 # process that listens, `from cbatch import LLM`, and a parent of measuring processes.
 LATE = {
-    "bench/gpu/__main__.py": 2,
-    "bench/gpu/child.py": 1,
-    "bench/gpu/environment.py": 1,
     "cbatch/cli/main.py": 7,
     "cbatch/cli/serve.py": 5,
     "cbatch/engine/backends.py": 2,
