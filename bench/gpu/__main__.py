@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from bench.gpu import ceilings, correctness, engine, kernels, models, report, sweep, vllm_engine
-from bench.gpu.cells import NOT_REACHED, Cell, Results, run_cells
+from bench.gpu.cells import FILE, NOT_REACHED, Cell, Results, run_cells
 from bench.gpu.environment import Bench, describe
 from bench.gpu.limits import SMALLER
 from cbatch.cli.parser import CommandParser
@@ -26,7 +26,7 @@ from cbatch.cli.parser import CommandParser
 _MINUTES = 5.0
 _PACKING_S = 12.0  # time reserved for packing Triton's cache
 _MAX_RESTARTS = 4
-CACHE, CLOCKS = "triton_cache.txz", "clocks.csv"
+CACHE, CLOCKS, LOG = "triton_cache.txz", "clocks.csv", "log.txt"
 _CLOCKS = "timestamp,clocks.sm,power.draw,clocks_event_reasons.active"
 
 
@@ -83,6 +83,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def run(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Run the sections within the time. A signal ends the run; measured rows are kept."""
     args.out.mkdir(parents=True, exist_ok=True)
+    for name in (FILE, LOG):  # of an earlier run
+        (args.out / name).unlink(missing_ok=True)
     cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     until_s = time.monotonic() + 60 * args.minutes
     if args.triton_cache is not None:
@@ -133,7 +135,7 @@ def run_section(name: str, command: Sequence[str], out: Path, seconds: float) ->
     continues after that cell."""
     until_s, reached = time.monotonic() + seconds, 0
     for _ in range(1 + _MAX_RESTARTS):
-        with (out / "log.txt").open("a") as log:
+        with (out / LOG).open("a") as log:
             log.write(f"##### {name}\n")
             log.flush()
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -149,9 +151,7 @@ def run_section(name: str, command: Sequence[str], out: Path, seconds: float) ->
         results = Results(out)
         states = [row["status"] for row in results.of(name).values()]
         if not states:
-            results.save(
-                name, {name: {"status": f"failed: exit {process.returncode}, see log.txt"}}
-            )
+            results.save(name, {name: {"status": f"failed: exit {process.returncode}, see {LOG}"}})
         before, reached = reached, sum(state != NOT_REACHED for state in states)
         if reached <= before:
             return
@@ -173,8 +173,6 @@ def run_child(name: str, args: argparse.Namespace) -> None:
         bench.results.save(name, rows)
         return
     run_cells(name, cells, bench.results)
-    if name == "sweep":
-        sweep.write_table(bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(args, [sys.executable, "-m", "bench.gpu", *words])
     finally:
         results = Results(args.out)
+        sweep.write_table(results, args.out)
         text = report.tables(results.about | {"minutes": args.minutes}, results.rows)
         (args.out / report.TABLE).write_text(text + "\n", encoding="utf-8")
     print(text, flush=True)

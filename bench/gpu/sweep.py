@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.cells import Cell, Row
+from bench.gpu.cells import Cell, Results, Row
 from bench.gpu.environment import Bench
 from bench.gpu.limits import HEADS, attention_cost, workload
 from bench.gpu.steps import check, launches, make_step
@@ -105,13 +105,13 @@ def table_of(rows: Mapping[str, Row], shipped: Mapping[str, Any], source: str) -
     return {"source": f"{source}; the rest: {shipped['source']}", "tiles": tiles}
 
 
-def write_table(bench: Bench) -> None:
-    """Write the table that follows from this run, if one was measured, into the results folder."""
-    rows, about = bench.results.of("sweep"), bench.results.about
+def write_table(results: Results, out: Path) -> None:
+    """Write the table that follows from a run, if tiles were measured, into its folder."""
+    rows, about = results.of("sweep"), results.about
     if best_tiles(rows):
         source = f"swept on {about['device']}, {about['date']}, commit {about['commit']}"
         table = table_of(rows, json.loads(_TILES.read_text()), source)
         lines = ",\n".join(f"    {json.dumps(tile)}" for tile in table["tiles"])
         source = json.dumps(table["source"])
         text = f'{{\n  "source": {source},\n  "tiles": [\n{lines}\n  ]\n}}\n'
-        (bench.out / _TILES.name).write_text(text)
+        (out / _TILES.name).write_text(text)

@@ -214,7 +214,7 @@ def test_each_test_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(correctness, "TESTS", str(tmp_path / "test_it.py"))
     words = correctness.command("--rootdir", str(tmp_path))
     monkeypatch.setattr(correctness, "command", lambda *_: words)
-    assert correctness.run(bench(tmp_path)) == {"status": "3 tests"}
+    assert correctness.run(bench(tmp_path)) == {"tests": 3}
     rows = statuses(tmp_path, "correctness")
     assert {key.split("::")[1]: status for key, status in rows.items()} == {
         "test_right": "ok",
