@@ -99,7 +99,7 @@ def head_of(kind: Any, target: Pair) -> Any:
     return CLASSES[kind](config, HeadTensors(torch.float32, CPU), target.decoder, rows)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("drafts", ["model", "eagle3", "eagle", "medusa", None])
+@pytest.mark.parametrize("drafts", ["model", "eagle3", "medusa", None])
 def test_steps_take_what_was_counted(drafts: str | None) -> None:
     target, draft = Pair(vocab_size=4000), None
     if drafts is not None:
