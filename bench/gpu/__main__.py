@@ -17,19 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-import torch
-
 from bench.gpu import ceilings, correctness, engine, kernels, models, report, sweep, vllm_engine
-from bench.gpu.cells import NOT_REACHED, Cell, Results, run_cells
+from bench.gpu.cells import FILE, NOT_REACHED, Cell, Results, run_cells
 from bench.gpu.environment import Bench, describe
 from bench.gpu.limits import SMALLER
 from cbatch.cli.parser import CommandParser
-from triton_kernels.build import interpreter
 
 _MINUTES = 5.0
 _PACKING_S = 12.0  # time reserved for packing Triton's cache
 _MAX_RESTARTS = 4
-CACHE, CLOCKS = "triton_cache.txz", "clocks.csv"
+CACHE, CLOCKS, LOG = "triton_cache.txz", "clocks.csv", "log.txt"
 _CLOCKS = "timestamp,clocks.sm,power.draw,clocks_event_reasons.active"
 
 
@@ -86,6 +83,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def run(args: argparse.Namespace, command: Sequence[str]) -> None:
     """Run the sections within the time. A signal ends the run; measured rows are kept."""
     args.out.mkdir(parents=True, exist_ok=True)
+    for name in (FILE, LOG):  # of an earlier run
+        (args.out / name).unlink(missing_ok=True)
     cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     until_s = time.monotonic() + 60 * args.minutes
     if args.triton_cache is not None:
@@ -135,18 +134,11 @@ def run_section(name: str, command: Sequence[str], out: Path, seconds: float) ->
     """Run a process for at most so long. If it dies it loses its current cell, and another
     continues after that cell."""
     until_s, reached = time.monotonic() + seconds, 0
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     for _ in range(1 + _MAX_RESTARTS):
-        with (out / "log.txt").open("a") as log:
+        with (out / LOG).open("a") as log:
             log.write(f"##### {name}\n")
             log.flush()
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=os.environ | interpreted,
-            )
+            process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             if not process.wait(until_s - time.monotonic()):
                 return
@@ -159,9 +151,7 @@ def run_section(name: str, command: Sequence[str], out: Path, seconds: float) ->
         results = Results(out)
         states = [row["status"] for row in results.of(name).values()]
         if not states:
-            results.save(
-                name, {name: {"status": f"failed: exit {process.returncode}, see log.txt"}}
-            )
+            results.save(name, {name: {"status": f"failed: exit {process.returncode}, see {LOG}"}})
         before, reached = reached, sum(state != NOT_REACHED for state in states)
         if reached <= before:
             return
@@ -175,13 +165,14 @@ def run_child(name: str, args: argparse.Namespace) -> None:
     """Measure the cells of a section in this process."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
     bench = Bench.open(args.out, args.peers)
-    if not bench.full:
-        interpreter.repair()
     commit = {"commit": args.commit} if args.commit else {}
     bench.results.about = describe(bench) | commit | bench.results.about
-    run_cells(name, SECTIONS[name].cells(bench), bench.results)
-    if name == "sweep":
-        sweep.write_table(bench)
+    cells = SECTIONS[name].cells(bench)
+    if not bench.full:
+        rows = {cell.key: cell.labels | {"status": "unmeasured: no GPU"} for cell in cells}
+        bench.results.save(name, rows)
+        return
+    run_cells(name, cells, bench.results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(args, [sys.executable, "-m", "bench.gpu", *words])
     finally:
         results = Results(args.out)
+        sweep.write_table(results, args.out)
         text = report.tables(results.about | {"minutes": args.minutes}, results.rows)
         (args.out / report.TABLE).write_text(text + "\n", encoding="utf-8")
     print(text, flush=True)

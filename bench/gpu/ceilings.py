@@ -47,16 +47,17 @@ def load_ceilings(bench: Bench) -> Ceilings | None:
 
 
 def _words(bench: Bench) -> torch.Tensor:
-    count = _BYTES // 4 if bench.full else 1 << 14
-    return torch.randint(-(1 << 31), 1 << 31, (count,), dtype=torch.int32, device=bench.device)
+    size = (_BYTES // 4,)
+    return torch.randint(-(1 << 31), 1 << 31, size, dtype=torch.int32, device=bench.device)
 
 
 def _read(bench: Bench) -> Row:
-    source, programs = _words(bench), _PROGRAMS if bench.full else 2
-    sums = source.new_empty(programs)
-    calls: dict[str, Call] = {"torch sum": lambda: torch.sum(source.view(torch.float32))}
-    launch = partial(read_kernel[(programs,)], source, sums, len(source))
-    calls |= {f"Triton, {n} words": partial(launch, TILE=n, num_warps=w) for n, w in _TILES}
+    source = _words(bench)
+    launch = partial(read_kernel[(_PROGRAMS,)], source, source.new_empty(_PROGRAMS), len(source))
+    calls: dict[str, Call] = {
+        f"Triton, {words} words": partial(launch, TILE=words, num_warps=warps)
+        for words, warps in _TILES
+    }
     return _best(bench, "bytes read", source.nbytes, calls)
 
 
@@ -67,7 +68,7 @@ def _copy(bench: Bench) -> Row:
 
 
 def _matmul(bench: Bench) -> Row:
-    edge = _EDGE if bench.full else 16
+    edge = _EDGE
     a, b = (torch.randn(edge, edge, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     # Products of rows of `a`, first with columns of `b`, then with rows of `b`.
     calls = {
@@ -79,11 +80,7 @@ def _matmul(bench: Bench) -> Row:
 
 def _best(bench: Bench, unit: str, work: int, calls: dict[str, Call]) -> Row:
     """Return a row with the highest rate and the rate of every call."""
-    if not bench.full:
-        for call in calls.values():
-            call()
-        return {"unit": unit, "status": "unmeasured"}
-    time_calls(bench, list(calls.values()), _WARM_S)
-    rates = {name: work / time_calls(bench, [call])[0] for name, call in calls.items()}
+    time_calls(list(calls.values()), _WARM_S)
+    rates = {name: work / time_calls([call])[0] for name, call in calls.items()}
     best = max(rates, key=lambda name: rates[name])
     return {"unit": unit, "per_s": rates[best], "best": best, "rates": rates}

@@ -23,7 +23,7 @@ from bench.gpu import limits
 from bench.gpu.ceilings import load_ceilings
 from bench.gpu.cells import Cell, NotAvailable, Row
 from bench.gpu.environment import Bench
-from bench.gpu.limits import MODEL, SAMPLING, Query, step_cost
+from bench.gpu.limits import BATCHES, MODEL, PROMPT_TOKENS, SAMPLING, Query, step_cost
 from bench.gpu.timing import STEP_KERNELS, STEPS, step_kernels
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import SamplingParams
@@ -39,7 +39,6 @@ from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.text.outputs import Output
-from sim.cost.roofline import ModelShape
 
 CBATCH = "cbatch"
 ACCEPTANCE = 0.7
@@ -56,31 +55,16 @@ _MAX_DRAFTS = 8
 _PROFILE_S = 2.0
 _TOKENS_A_STEP = 4  # upper estimate of tokens per sequence and step, above the mean with drafts
 _WEIGHT_STD = 0.02
+_WARM_STEPS, _WINDOW_STEPS, _WINDOWS = 12, 10, 5
+_BUDGET_TOKENS = 8192  # of a step
+_DRAFT_LAYERS = 2
+_SLOTS = max(BATCHES)
+# The first sequence decodes while other prompts are computed, in the warm-up and in the windows.
+_PROMPT_STEPS = -(-_SLOTS * PROMPT_TOKENS // (_BUDGET_TOKENS - _SLOTS * (1 + _MAX_DRAFTS)))
+_NEW_TOKENS = _TOKENS_A_STEP * (_PROMPT_STEPS + _WARM_STEPS + _WINDOWS * _WINDOW_STEPS + 4)
+_MAX_TOKENS = PROMPT_TOKENS + _NEW_TOKENS
+_NUM_BLOCKS = _SLOTS * -(-(_MAX_TOKENS + _MAX_DRAFTS + 1) // _PAGE_TOKENS)
 _HEADS = ("lm_head.weight", "model.embed_tokens.weight")
-
-
-class EngineSizes(NamedTuple):
-    batches: tuple[int, ...] = limits.BATCHES
-    prompt_tokens: int = limits.PROMPT_TOKENS
-    warm_steps: int = 12
-    window_steps: int = 10
-    windows: int = 5
-    budget_tokens: int = 8192
-    draft_layers: int = 2
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest sequence: it decodes while the other prompts are computed, during
-        the warm-up and during the windows."""
-        free_tokens = max(self.budget_tokens - max(self.batches) * (1 + _MAX_DRAFTS), 1)
-        prompts = -(-max(self.batches) * self.prompt_tokens // free_tokens)
-        steps = prompts + self.warm_steps + self.windows * self.window_steps
-        return self.prompt_tokens + _TOKENS_A_STEP * (steps + 4)
-
-    @property
-    def num_blocks(self) -> int:
-        return max(self.batches) * -(-(self.max_tokens + _MAX_DRAFTS + 1) // _PAGE_TOKENS)
 
 
 class DeviceWeights(WeightSource):
@@ -101,56 +85,48 @@ class DeviceWeights(WeightSource):
 
 
 def cells(bench: Bench, model: str = MODEL) -> Iterator[Cell]:
-    return ModelBench(bench, model, limits.MODELS[model]).cells()
+    """Yield the start, then for each setting the steps and their kernels, first without drafts."""
+    subject = ModelBench(bench, model)
+    labels = {"model": model, "implementation": CBATCH}
+    yield Cell("start", labels | {"what": "start"}, subject.start)
+    for lookahead, sampling in _SETTINGS:
+        for what, function, batches in (
+            (STEPS, subject.measure, BATCHES),
+            (STEP_KERNELS, subject.profile_step, _PROFILED.get((lookahead, sampling), ())),
+        ):
+            for batch in batches:
+                setting = {"batch": batch, "lookahead": lookahead, "sampling": sampling}
+                run = functools.partial(function, **setting)
+                key = f"{what}, {lookahead} {sampling} {batch}"
+                yield Cell(key, labels | setting | {"what": what}, run)
 
 
 class ModelBench:
     """One model and a draft model with its first layers, with an engine for each setting."""
 
-    def __init__(
-        self, bench: Bench, model: str, shape: ModelShape, sizes: EngineSizes | None = None
-    ) -> None:
-        self.bench, self.model, self.shape = bench, model, shape
-        self.sizes = sizes or EngineSizes()
+    def __init__(self, bench: Bench, model: str) -> None:
+        self.bench, self.model, self.shape = bench, model, limits.MODELS[model]
         self._executor: GpuExecutor | None = None
         self._prices: CostProfile | None = None  # step prices, measured once for `adaptive`
 
-    def cells(self) -> Iterator[Cell]:
-        """Yield the start, then for each setting the steps and their kernels, first without
-        drafts."""
-        labels = {"model": self.model, "implementation": CBATCH}
-        yield Cell("start", labels | {"what": "start"}, self.start)
-        for lookahead, sampling in _SETTINGS:
-            for what, function, batches in (
-                (STEPS, self.measure, self.sizes.batches),
-                (STEP_KERNELS, self.profile_step, _PROFILED.get((lookahead, sampling), ())),
-            ):
-                for batch in batches:
-                    setting = {"batch": batch, "lookahead": lookahead, "sampling": sampling}
-                    run = functools.partial(function, **setting)
-                    key = f"{what}, {lookahead} {sampling} {batch}"
-                    yield Cell(key, labels | setting | {"what": what}, run)
-
     def start(self) -> Row:
         """Load weights, compile and capture graphs. Return the seconds."""
-        if not self.bench.full and self.sizes == EngineSizes():
-            raise NotAvailable("no GPU")
         simulate_acceptance()
-        began_s, device, sizes = time.perf_counter(), self.bench.device, self.sizes
-        source = DeviceWeights(device, sizes.dtype)
-        draft_shape = structs.replace(self.shape, num_hidden_layers=sizes.draft_layers)
+        began_s, device, dtype = time.perf_counter(), self.bench.device, torch.bfloat16
+        source = DeviceWeights(device, dtype)
+        draft_shape = structs.replace(self.shape, num_hidden_layers=_DRAFT_LAYERS)
         configs = (limits.config_of(shape) for shape in (self.shape, draft_shape))
         target, draft = (
-            Decoder(parse_config(config, Path(self.model)), source, sizes.dtype, device)
+            Decoder(parse_config(config, Path(self.model)), source, dtype, device)
             for config in configs
         )
         executor = GpuExecutor(
             target,
-            num_blocks=sizes.num_blocks,
+            num_blocks=_NUM_BLOCKS,
             block_size=_PAGE_TOKENS,
-            max_num_seqs=max(sizes.batches),
-            max_sequence_tokens=sizes.max_tokens + _MAX_DRAFTS + 1,
-            max_num_batched_tokens=sizes.budget_tokens,
+            max_num_seqs=_SLOTS,
+            max_sequence_tokens=_MAX_TOKENS + _MAX_DRAFTS + 1,
+            max_num_batched_tokens=_BUDGET_TOKENS,
             draft=draft,
             max_drafts=_MAX_DRAFTS,
         )
@@ -162,7 +138,7 @@ class ModelBench:
     def measure(self, batch: int, lookahead: str, sampling: str) -> Row:
         """Time windows of decoding steps."""
         engine = self._decoding(batch, lookahead, sampling)
-        windows = [self._window(engine, batch) for _ in range(self.sizes.windows)]
+        windows = [_window(engine, batch) for _ in range(_WINDOWS)]
         if engine.scheduler.num_running != batch:
             raise RuntimeError(f"{engine.scheduler.num_running} of {batch} sequences ran")
         context_tokens = statistics.fmean(w.context_tokens for w in windows)
@@ -192,11 +168,11 @@ class ModelBench:
             raise NotAvailable("the engine did not start")
         self._executor.reset()
         config = SchedulerConfig(
-            num_blocks=self.sizes.num_blocks,
+            num_blocks=_NUM_BLOCKS,
             block_size=_PAGE_TOKENS,
-            max_num_seqs=max(self.sizes.batches),
-            max_model_len=self.sizes.max_tokens,
-            max_num_batched_tokens=self.sizes.budget_tokens,
+            max_num_seqs=_SLOTS,
+            max_model_len=_MAX_TOKENS,
+            max_num_batched_tokens=_BUDGET_TOKENS,
             vocab_size=self.shape.vocab_size,
             eos_ids=(self.shape.vocab_size - 1,),
             enable_prefix_caching=False,
@@ -213,28 +189,16 @@ class ModelBench:
     def _decoding(self, batch: int, lookahead: str, sampling: str) -> Engine:
         """Return a warm engine in which all sequences decode."""
         engine, rng = self._engine(lookahead), np.random.default_rng(0)
-        max_tokens = self.sizes.max_tokens - self.sizes.prompt_tokens
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **SAMPLING[sampling])
+        params = SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True, **SAMPLING[sampling])
         for _ in range(batch):
-            prompt = rng.integers(1, self.shape.vocab_size - 1, self.sizes.prompt_tokens)
+            prompt = rng.integers(1, self.shape.vocab_size - 1, PROMPT_TOKENS)
             engine.add(prompt.tolist(), params)
         decoding: set[str] = set()
         while len(decoding) < batch:
             decoding |= {output.request_id for output in _advance(engine)}
-        for _ in range(self.sizes.warm_steps):
+        for _ in range(_WARM_STEPS):
             _advance(engine)
         return engine
-
-    def _window(self, engine: Engine, batch: int) -> TimedWindow:
-        stats = engine.scheduler.stats
-        steps, tokens, drafts = stats.steps, stats.emitted_tokens, stats.drafted_tokens
-        started_s = time.perf_counter()
-        while stats.steps < steps + self.sizes.window_steps:
-            _advance(engine)
-        seconds, emitted = time.perf_counter() - started_s, stats.emitted_tokens - tokens
-        context = self.sizes.prompt_tokens + (tokens + emitted / 2) / batch
-        drafted = stats.drafted_tokens - drafts
-        return TimedWindow(seconds, stats.steps - steps, emitted, drafted, context)
 
 
 class TimedWindow(NamedTuple):
@@ -243,6 +207,19 @@ class TimedWindow(NamedTuple):
     tokens: int
     drafts: int
     context_tokens: float  # of a sequence, averaged over the window
+
+
+def _window(engine: Engine, batch: int) -> TimedWindow:
+    stats = engine.scheduler.stats
+    steps, tokens, drafts = stats.steps, stats.emitted_tokens, stats.drafted_tokens
+    started_s = time.perf_counter()
+    while stats.steps < steps + _WINDOW_STEPS:
+        _advance(engine)
+    seconds, emitted = time.perf_counter() - started_s, stats.emitted_tokens - tokens
+    context = PROMPT_TOKENS + (tokens + emitted / 2) / batch
+    return TimedWindow(
+        seconds, stats.steps - steps, emitted, stats.drafted_tokens - drafts, context
+    )
 
 
 def _advance(engine: Engine) -> list[Output]:

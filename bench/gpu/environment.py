@@ -14,8 +14,7 @@ from cbatch.system.machine import describe_machine, describe_versions
 
 
 class Bench(NamedTuple):
-    """The common context of all sections. Without a GPU kernels are interpreted: tiny inputs, one
-    run, no timing."""
+    """The common context of all sections."""
 
     device: torch.device
     out: Path

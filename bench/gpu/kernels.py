@@ -20,8 +20,6 @@ from bench.gpu.limits import (
     DECODE,
     FEW_LONG,
     LLAMA_8B_HEADS,
-    TINY,
-    TINY_HEADS,
     VERIFY,
     VOCAB,
     Cost,
@@ -70,15 +68,13 @@ class Subject(NamedTuple):
 
 def subjects(bench: Bench) -> Iterator[Subject]:
     """Yield the first attention workloads, sampling, products, and then the rest of attention."""
-    names = ATTENTION if bench.full else TINY
-    first, rest = names[:_FIRST_WORKLOADS], names[_FIRST_WORKLOADS:]
+    first, rest = ATTENTION[:_FIRST_WORKLOADS], ATTENTION[_FIRST_WORKLOADS:]
     return chain(attention(bench, first), sampling(bench), products(bench), attention(bench, rest))
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
     """Yield the compilation of all kernels by many processes, then a cell for each subject."""
-    if bench.full:
-        yield Cell("compiled", {"kernel": "every"}, partial(_compile, bench))
+    yield Cell("compiled", {"kernel": "every"}, partial(_compile, bench))
     for subject in subjects(bench):
         labels = dict(zip(("kernel", "workload", "implementation"), subject, strict=False))
         yield Cell(" ".join(subject[:3]), labels, partial(measure, bench, subject))
@@ -98,13 +94,13 @@ def measure(bench: Bench, subject: Subject) -> Row:
     calls = subject.build(sets)
     if subject.kernel == "attention" and subject.implementation.startswith(CBATCH):
         check(calls[0])
-    times = time_calls(bench, calls)
+    times = time_calls(calls)
     row = figures(times, subject.cost, load_ceilings(bench))
     return row | {"input_sets": sets, "beyond_l2": sets * subject.cost.num_bytes > bench.l2_bytes}
 
 
 def attention(bench: Bench, names: Sequence[str]) -> Iterator[Subject]:
-    heads = LLAMA_8B_HEADS if bench.full else TINY_HEADS
+    heads = LLAMA_8B_HEADS
     for name in names:
         queries = workload(name)
         lens = [q.query_tokens for q in queries if q.query_tokens <= _MAX_VERIFIED]
@@ -124,18 +120,16 @@ def attention(bench: Bench, names: Sequence[str]) -> Iterator[Subject]:
 def sampling(bench: Bench) -> Iterator[Subject]:
     """Yield verification of k + 1 rows per request over a whole vocabulary, and plain sampling;
     both with recorded and with random logits."""
-    vocab = VOCAB if bench.full else 2048
-    sizes = _STEPS if bench.full else ((2, 1), (2, 0))
-    for logits, (requests, k) in product(("recorded", "random"), sizes):
+    for logits, (requests, k) in product(("recorded", "random"), _STEPS):
         for kernel, mode, proposed, filters in _VERIFY if k else _SAMPLE:
             kinds = {"mode": mode, "proposed": proposed, "filters": filters, "logits": logits}
-            case = partial(make_case, [k] * requests, vocab, device=bench.device, **kinds)
+            case = partial(make_case, [k] * requests, VOCAB, device=bench.device, **kinds)
             own = partial(verifications, filtered=filters) if k else draws
             builds: dict[str, Callable[..., Sequence[Call]]] = {CBATCH: own}
             if proposed and not filters:
                 builds[VLLM] = partial(peers.vllm_verification, bench)
             label = f"{requests} requests k {k}, {logits} logits"
-            cost = sampling_cost(requests * (k + 1), vocab)
+            cost = sampling_cost(requests * (k + 1), VOCAB)
             for implementation, build in builds.items():
                 yield Subject(kernel, label, implementation, cost, partial(_over, build, case))
 
@@ -151,9 +145,9 @@ def draws(cases: Sequence[VerifyCase]) -> list[Call]:
 def products(bench: Bench) -> Iterator[Subject]:
     """Yield products by fixed tiles and by the library; the ratio of their times is the cost of
     invariant numerics."""
-    width, inner = (_WIDTH, _INTERMEDIATE) if bench.full else (32, 48)
+    width, inner = _WIDTH, _INTERMEDIATE
     random = partial(torch.randn, device=bench.device, dtype=torch.bfloat16)
-    for tokens in _PRODUCT_ROWS if bench.full else (3,):
+    for tokens in _PRODUCT_ROWS:
         for outs, columns in ((2 * inner, width), (width, inner)):
             cost = product_cost(tokens, outs, columns)
 

@@ -58,14 +58,9 @@ ATTENTION = (
     DECODE, VERIFY, CHUNK, FEW_LONG, MIXED, RAGGED, UNEVEN, "q2ks8k",
     "16q4s8k", "8q1s4k", "q1s1k", "q1s4k", "q1s16k", "q1s64k", "q1s128k", "64q1s256", "256q1s1k",
 )  # fmt: skip
-TINY = ("3q1s20", "q5_2q1s33")  # for interpreted kernels
 
 LLAMA_8B_HEADS = Heads(kv_heads=8, group=4, head_dim=128)
-HEADS = {
-    "llama-8b": LLAMA_8B_HEADS,
-    "llama-1b": Heads(kv_heads=8, group=4, head_dim=64),
-}
-TINY_HEADS = Heads(kv_heads=1, group=2, head_dim=16)
+HEADS = {"llama-8b": LLAMA_8B_HEADS, "llama-1b": LLAMA_8B_HEADS._replace(head_dim=64)}
 
 MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
 MODEL, SMALLER = MODELS  # the first measured model, and one for the remaining time
@@ -118,19 +113,14 @@ class Cost(NamedTuple):
         return "memory" if memory_s >= self.flop / ceilings.matmul_flop_per_s else "matmul"
 
 
-def attention_cost(
-    queries: Sequence[Query], shape: Heads, *, element_bytes: int = 2, kv_bytes: int = 2
-) -> Cost:
-    """Return the cost of reading K, V and queries once, of writing the results, and of the
-    products under a causal mask."""
+def attention_cost(queries: Sequence[Query], heads: Heads, element_bytes: int = 2) -> Cost:
+    """Return the cost of reading K and V in bf16, of reading queries and writing results of
+    `element_bytes`, each once, and of the products under a causal mask."""
     contexts = sum(q.context_tokens for q in queries)
     tokens = sum(q.query_tokens for q in queries)
-    heads = shape.kv_heads * shape.group
-    kv = contexts * shape.kv_heads * shape.head_dim * 2 * kv_bytes
-    return Cost(
-        kv + 2 * tokens * heads * shape.head_dim * element_bytes,
-        4 * shape.head_dim * heads * visible_pairs(queries),
-    )
+    width = heads.kv_heads * heads.head_dim
+    num_bytes = 4 * contexts * width + 2 * element_bytes * tokens * width * heads.group
+    return Cost(num_bytes, 4 * width * heads.group * visible_pairs(queries))
 
 
 def visible_pairs(queries: Sequence[Query]) -> int:
@@ -142,27 +132,24 @@ def visible_pairs(queries: Sequence[Query]) -> int:
     )
 
 
-def product_cost(tokens: int, outs: int, columns: int, *, element_bytes: int = 2) -> Cost:
-    """Return the cost of reading the weight once, and of reading and writing the rows."""
-    num_bytes = (outs * columns + tokens * (outs + columns)) * element_bytes
-    return Cost(num_bytes, 2 * tokens * outs * columns)
+def product_cost(tokens: int, outs: int, columns: int) -> Cost:
+    """Return the cost of reading the weight once, and of reading and writing the rows, in bf16."""
+    return Cost(2 * (outs * columns + tokens * (outs + columns)), 2 * tokens * outs * columns)
 
 
-def sampling_cost(rows: int, vocab: int, *, element_bytes: int = 2) -> Cost:
-    """Return the cost of one read of the target's logits."""
-    return Cost(rows * vocab * element_bytes)
+def sampling_cost(rows: int, vocab: int) -> Cost:
+    """Return the cost of one read of the target's logits, in bf16."""
+    return Cost(2 * rows * vocab)
 
 
-def step_cost(
-    queries: Sequence[Query], shape: ModelShape, *, logits_rows: int, element_bytes: int = 2
-) -> Cost:
-    """Return the cost of a forward pass: reading all weights once (but few rows of the embedding)
-    and K and V of every context in every layer, and the arithmetic of both. The LM head multiplies
-    `logits_rows` rows."""
+def step_cost(queries: Sequence[Query], shape: ModelShape, *, logits_rows: int) -> Cost:
+    """Return the cost of a forward pass in bf16: reading all weights once (but few rows of the
+    embedding) and K and V of every context in every layer, and the arithmetic of both. The LM head
+    multiplies `logits_rows` rows."""
     tokens = sum(q.query_tokens for q in queries)
     inner, head, layers = shape.layer_weights, shape.head_weights, shape.num_hidden_layers
-    attention = attention_cost(queries, heads_of(shape), element_bytes=0, kv_bytes=element_bytes)
+    attention = attention_cost(queries, heads_of(shape), element_bytes=0)
     return Cost(
-        (inner + head) * element_bytes + layers * attention.num_bytes,
+        2 * (inner + head) + layers * attention.num_bytes,
         2 * inner * tokens + 2 * head * logits_rows + layers * attention.flop,
     )

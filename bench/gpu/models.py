@@ -4,6 +4,7 @@ times do not show."""
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -33,84 +34,65 @@ _SETTINGS = {
     ("smollm2", "ngram", "invariant"): ("off", "adaptive", "fixed:4"),
     ("smollm2", "head", "invariant"): ("adaptive", "fixed:2"),
 }
-Texts = dict[tuple[str, str, int], list[str]]  # without drafts; by model, numerics, streams
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
-    texts: Texts = {}
+    """Yield a cell for each setting and number of streams; the first includes the start."""
+    texts: dict[Any, list[str]] = {}  # without drafts; by model, numerics, streams
     for names, lookaheads in _SETTINGS.items():
         for lookahead in lookaheads:
             setting = dict(zip(("model", "drafter", "numerics"), names, strict=True))
             setting["lookahead"] = lookahead
-            labels, key = setting | {"implementation": "cbatch"}, " ".join(setting.values())
-            subject = _Subject(bench, setting, texts)
-            yield Cell(f"{key}, start", labels | {"what": "start"}, subject.start)
+            load = functools.cache(partial(_load, **setting))
             for streams in (_STREAMS, 1):
-                what = {"what": "streams", "batch": streams}
-                yield Cell(f"{key}, {streams}", labels | what, partial(subject.measure, streams))
+                labels = setting | {"implementation": "cbatch", "what": "streams", "batch": streams}
+                run = partial(measure, load, setting, streams, texts)
+                yield Cell(f"{' '.join(setting.values())}, {streams}", labels, run)
 
 
-class _Subject:
-    def __init__(self, bench: Bench, setting: dict[str, str], texts: Texts) -> None:
-        self._bench, self._setting, self._texts = bench, setting, texts
-        self._llm: LLM | None = None
-
-    def start(self) -> Row:
-        if not self._bench.full:
-            raise NotAvailable("no GPU")
+def measure(load: Any, setting: dict[str, str], streams: int, texts: dict[Any, list[str]]) -> Row:
+    """Return the median speed of several runs, after one warm-up run, and the share of texts that
+    equal those without drafts, if these were measured."""
+    complete = _completing(load(), setting["model"], streams)
+    complete()
+    rates, measured_s = [], 0.0
+    while len(rates) < _RUNS or measured_s < _MEASURED_S:
         began_s = time.perf_counter()
-        try:
-            self._llm = _load(**self._setting)
-        except FieldError as error:
-            if self._setting["model"] == "smollm2":
-                raise NotAvailable(str(error)) from error
-            raise
+        completions = complete()
         seconds = time.perf_counter() - began_s
-        kernels, until_s = self._llm.engine.core.background_kernels, time.monotonic() + _COMPILED_S
-        while kernels.pending and time.monotonic() < until_s:
-            time.sleep(0.1)
-        return {"seconds": seconds}
-
-    def measure(self, streams: int) -> Row:
-        """Return the median speed of several runs, after one warm-up run, and the share of texts
-        that equal those without drafts, if these were measured."""
-        if self._llm is None:
-            raise NotAvailable("the model did not start")
-        complete = _completing(self._llm, self._setting["model"], streams)
-        complete()
-        rates: list[float] = []
-        measured_s = 0.0
-        while len(rates) < _RUNS or measured_s < _MEASURED_S:
-            began_s = time.perf_counter()
-            completions = complete()
-            seconds = time.perf_counter() - began_s
-            tokens = sum(len(c.token_ids) for each in completions for c in each.choices)
-            rates.append(tokens / seconds)
-            measured_s += seconds
-        texts = [each.text for each in completions]
-        key = self._setting["model"], self._setting["numerics"], streams
-        if self._setting["lookahead"] == "off":
-            self._texts[key] = texts
-        plain = self._texts.get(key)
-        if streams == 1:
-            self._llm = None  # frees its memory
-        return {
-            "tokens_per_s": statistics.median(rates),
-            "tokens_per_s_low": min(rates),
-            "tokens_per_s_high": max(rates),
-            "equal_texts": None if plain is None else statistics.fmean(map(eq, texts, plain)),
-        }
+        rates.append(sum(len(c.token_ids) for each in completions for c in each.choices) / seconds)
+        measured_s += seconds
+    if streams == 1:
+        load.cache_clear()  # frees its memory
+    key, found = (setting["model"], setting["numerics"], streams), [c.text for c in completions]
+    if setting["lookahead"] == "off":
+        texts[key] = found
+    same = map(eq, found, texts[key]) if key in texts else None
+    return {
+        "tokens_per_s": statistics.median(rates),
+        "tokens_per_s_low": min(rates),
+        "tokens_per_s_high": max(rates),
+        "equal_texts": None if same is None else statistics.fmean(same),
+    }
 
 
 def _load(model: str, drafter: str, numerics: str, lookahead: str) -> LLM:
+    """Load a model and wait for kernels of rare requests, whose compilation uses the host."""
     options: dict[str, Any] = {"lookahead": lookahead, "numerics": numerics, "device": "cuda"}
     options |= {"seed": 1, "kv_cache_memory_bytes": _KV_BYTES}
-    if model == "demo":
-        target, draft = demo_paths()
-        return LLM(target, draft if drafter == "model" else demo_head(), **options)
+    target, draft = demo_paths() if model == "demo" else (model, None)
     if drafter == "head":
-        return LLM(model, _ROOT / "tools" / "heads" / model, **options)
-    return LLM(model, drafter=(drafter,), **options)
+        draft = demo_head() if model == "demo" else _ROOT / "tools" / "heads" / model
+    if drafter == "ngram":
+        options["drafter"] = (drafter,)
+    try:
+        llm = LLM(target, draft, **options)
+    except FieldError as error:
+        raise NotAvailable(str(error)) from error
+    kernels, until_s = llm.engine.core.background_kernels, time.monotonic() + _COMPILED_S
+    while kernels.pending and time.monotonic() < until_s:
+        time.sleep(0.1)
+    return llm
 
 
 def _completing(llm: LLM, model: str, streams: int) -> Callable[[], list[Completion]]:

@@ -24,8 +24,8 @@ from bench.gpu.timing import Call
 
 def unpack(bench: Bench) -> Path:
     """Return the folder with the package `vllm` and its requirements, unpacked if need be."""
-    if not bench.full or bench.peers is None:
-        raise NotAvailable("no GPU, or no --peers")
+    if bench.peers is None:
+        raise NotAvailable("vLLM is not supplied (--peers)")
     if (bench.peers / "vllm").is_dir():
         return bench.peers
     folder = bench.out / "peers"

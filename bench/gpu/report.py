@@ -98,7 +98,7 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
 
 def _outcomes(rows: Sequence[Row]) -> list[Row]:
     """Return a count for each outcome, and a line for each test that failed."""
-    tests = [r for r in rows if r["section"] == "correctness"]
+    tests = [r for r in rows if r["section"] == "correctness" and "tests" not in r]
     states = Counter(r["status"].partition(":")[0] for r in tests)
     outcomes: list[Row] = [{"outcome": state, "tests": n} for state, n in states.items()]
     bad = [r for r in tests if r["status"].startswith(("failed", "error"))]

@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.gpu.cells import Cell, Row
+from bench.gpu.cells import Cell, Results, Row
 from bench.gpu.environment import Bench
-from bench.gpu.limits import HEADS, TINY_HEADS, attention_cost, workload
+from bench.gpu.limits import HEADS, attention_cost, workload
 from bench.gpu.steps import check, launches, make_step
 from bench.gpu.timing import input_sets, time_calls
 from cbatch.runtime.gpu.attention import MIN_SPLIT_KEYS, Tuning
@@ -51,36 +49,30 @@ CANDIDATES = {
 def cells(bench: Bench) -> Iterator[Cell]:
     """Yield candidates in turn over all heads and pages, so that a time limit affects all
     equally."""
-    if not bench.full:
-        tuning = Tuning.of(TINY_HEADS, torch.bfloat16, bench.device, 16)
-        yield Cell("tiny", {}, partial(measure, bench, TINY_HEADS, 16, tuning, ["3q1s20"]))
-        return
     for at in range(max(map(len, CANDIDATES.values()))):
         for name, page in _SUBJECTS:
             if at < len(CANDIDATES[page]):
                 heads, tile = HEADS[name], Tile(*CANDIDATES[page][at])
-                programs = resident_programs(tile, bench.device)
-                partials = balanced_partials(programs, heads)
-                split = max(MIN_SPLIT_KEYS, tile.keys)
-                tuning = Tuning(tile, programs, partials, split, balanced=True)
                 labels = {"heads": name, **heads._asdict(), "page_tokens": page}
                 labels |= {"arch": arch_of(bench.device), "tile": tile._asdict()}
-                run = partial(measure, bench, heads, page, tuning, WORKLOADS[tile.rows])
+                run = partial(measure, bench, heads, page, tile)
                 yield Cell(f"{name} page {page} tile {tuple(tile)}", labels, run)
 
 
-def measure(bench: Bench, heads: Heads, page: int, tuning: Tuning, names: Any) -> Row:
+def measure(bench: Bench, heads: Heads, page: int, tile: Tile) -> Row:
     """Return the median microseconds of each workload, by its name."""
+    programs = resident_programs(tile, bench.device)
+    split = max(LEAST_PART_TOKENS, tile.keys)
+    tuning = Tuning(tile, programs, balanced_partials(programs, heads), split, balanced=True)
     median_us = {}
-    for name in names:
+    for name in WORKLOADS[tile.rows]:
         queries = workload(name)
         count = input_sets(bench, attention_cost(queries, heads).num_bytes)
         steps = [make_step(queries, heads, page, bench.device, seed) for seed in range(count)]
         calls = launches(steps, tuning)
         check(calls[0])
-        times = time_calls(bench, calls, _SAMPLE_S)
-        median_us[name] = times[0] * 1e6 if times else None
-    return {"median_us": median_us} | ({} if bench.full else {"status": "unmeasured"})
+        median_us[name] = time_calls(calls, _SAMPLE_S)[0] * 1e6
+    return {"median_us": median_us}
 
 
 def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
@@ -113,13 +105,13 @@ def table_of(rows: Mapping[str, Row], shipped: Mapping[str, Any], source: str) -
     return {"source": f"{source}; the rest: {shipped['source']}", "tiles": tiles}
 
 
-def write_table(bench: Bench) -> None:
-    """Write the table that follows from this run, if one was measured, into the results folder."""
-    rows, about = bench.results.of("sweep"), bench.results.about
+def write_table(results: Results, out: Path) -> None:
+    """Write the table that follows from a run, if tiles were measured, into its folder."""
+    rows, about = results.of("sweep"), results.about
     if best_tiles(rows):
         source = f"swept on {about['device']}, {about['date']}, commit {about['commit']}"
         table = table_of(rows, json.loads(_TILES.read_text()), source)
         lines = ",\n".join(f"    {json.dumps(tile)}" for tile in table["tiles"])
         source = json.dumps(table["source"])
         text = f'{{\n  "source": {source},\n  "tiles": [\n{lines}\n  ]\n}}\n'
-        (bench.out / _TILES.name).write_text(text)
+        (out / _TILES.name).write_text(text)

@@ -28,12 +28,9 @@ def input_sets(bench: Bench, num_bytes: int) -> int:
     return max(1, min(_MAX_SETS, -(-4 * bench.l2_bytes // max(num_bytes, 1))))
 
 
-def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> list[float]:
+def time_calls(calls: Sequence[Call], seconds: float = CELL_S) -> list[float]:
     """Return the median, 10th and 90th percentile of the seconds of one call. A sample is the mean
-    over `calls`, run in sequence. Without a GPU the first call runs once; nothing is timed."""
-    if not bench.full:
-        calls[0]()
-        return []
+    over `calls`, run in sequence."""
 
     def run() -> None:
         for call in calls:
@@ -46,8 +43,6 @@ def time_calls(bench: Bench, calls: Sequence[Call], seconds: float = CELL_S) -> 
 def figures(times: Sequence[float], cost: Cost, ceilings: Ceilings | None) -> Row:
     """Return the columns of a timed kernel."""
     row: Row = {"mbytes": cost.num_bytes / 1e6, "gflop": cost.flop / 1e9}
-    if not times:
-        return row | {"status": "unmeasured"}
     row |= dict(zip(("median_us", "low_us", "high_us"), (1e6 * s for s in times), strict=True))
     row["tflop_per_s"] = cost.flop / times[0] / 1e12
     if ceilings is not None:

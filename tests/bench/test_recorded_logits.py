@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu.recorded_logits import ROWS, VOCAB, load, profiles, record, recorded_logits
-from tests.smollm2 import needs_smollm2
+from bench.gpu.recorded_logits import ROWS, VOCAB, load, profiles, recorded_logits
 
 
 def nuclei(logits: Tensor) -> Tensor:
@@ -45,9 +44,3 @@ def test_rows_are_permutations_of_profiles() -> None:
 def test_what_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^vocab: 2047 tokens, at least 2048"):
         recorded_logits(1, 2047)
-
-
-@needs_smollm2
-def test_a_short_text_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^text: \d+ tokens, 1024 are needed"):
-        record("too short")

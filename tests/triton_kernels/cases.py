@@ -275,7 +275,12 @@ def quantised_cases() -> Iterator[KernelCase]:
         ("4 bits", "u8", False),
         ("8", "i8", False),
     ):
-        constants = {"PAIRS": codes == "u8", "ROWS": q.ROWS, "OUTS": q.OUTS, "COLUMNS": q.COLUMNS}
+        constants = {
+            "FOUR_BIT": codes == "u8",
+            "ROWS": q.ROWS,
+            "OUTS": q.OUTS,
+            "COLUMNS": q.COLUMNS,
+        }
         constants |= {"bias_ptr": None} | ({} if offsets else {"offsets_ptr": None})
         types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "codes_ptr": f"*{codes}"}
         types |= {"scales_ptr": "*fp16", "offsets_ptr": "*fp16"}

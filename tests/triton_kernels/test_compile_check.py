@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import pytest
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from tests.triton_kernels import compile_check
 from tests.triton_kernels.cases import CaseLimits, KernelCase
 from tests.triton_kernels.compile_check import Findings, all_cases, check, main
+from triton_kernels.noise import device as noise_device
 
 KINDS = {
     (c.name, c.wgmma, c.tma, c.constexprs.get("FOLDS")): c
@@ -55,10 +59,6 @@ def small_product() -> Findings:
 @pytest.mark.parametrize("case", SHIPPED, ids=lambda case: f"{case.name} {case.config}")
 def test_shipped_kernels_pass(case: KernelCase) -> None:
     assert check(case, "sm_90").faults() == []
-
-
-def test_the_small_product_passes() -> None:
-    assert small_product().faults() == []
 
 
 def test_few_rows_miss_wgmma() -> None:
@@ -113,7 +113,9 @@ def test_a_carried_value_that_only_bounds_a_loop_is_a_fault(used: bool) -> None:
 
 def test_limits_hold() -> None:
     case = product()._replace(limits={"sm_90": CaseLimits(8, 8)}, tma=True)
-    faults = small_product()._replace(case=case, code_bytes=129 << 10).faults()
+    findings = small_product()
+    assert findings.faults() == []
+    faults = findings._replace(case=case, code_bytes=129 << 10).faults()
     assert "registers, 8 allowed" in faults[0] and "bytes shared, 8 allowed" in faults[1]
     assert faults[2:] == ["132096 bytes of code", "no loads through descriptors"]
 
@@ -127,9 +129,30 @@ def test_the_command_ends_with_one_line_of_json(
     monkeypatch.setattr(compile_check, "check", lambda *_: small_product()._replace(case=case))
     assert main([]) == status
     (kernel,) = json.loads(capsys.readouterr().out.splitlines()[-1])["kernels"]
-    assert list(kernel)[:5] == ["name", "config", "target", "registers", "spill_bytes"]
-    assert list(kernel)[5:] == ["shared_bytes", "code_bytes", "seconds"]
-    assert 0 < kernel["code_bytes"] < 16 << 10
-    assert kernel["name"] == "product"
-    # Other targets have no limits: the case is not shipped there.
-    assert kernel["target"] == "sm_90"
+    assert 0 < kernel["code_bytes"] < 16 << 10 and kernel["name"] == "product"
+    assert kernel["target"] == "sm_90", "not shipped for other targets"
+
+
+# --- noise: no fused multiply-add, each operation rounds by itself --------------------------------
+
+
+@triton.jit
+def exponential_kernel(words_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + at).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + at, noise_device.exponential(words))
+
+
+def fused_operations(fp_fusion: bool, target: GPUTarget) -> int:
+    signature = {"words_ptr": "*i32", "out_ptr": "*fp32", "BLOCK": "constexpr"}
+    source = ASTSource(exponential_kernel, signature, constexprs={(2,): 1024})
+    compiled = triton.compile(source, target=target, options={"enable_fp_fusion": fp_fusion})
+    code = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    return len(re.findall(r"\bfma\.rn\.f32|\bv_(?:pk_)?(?:fma|fmac|mad|mac)\w*_f32", code))
+
+
+@pytest.mark.parametrize("arch", [90, "gfx942"])
+def test_nothing_is_fused_unless_asked_for(arch: int | str) -> None:
+    target = GPUTarget("cuda", arch, 32) if arch == 90 else GPUTarget("hip", arch, 64)
+    assert fused_operations(False, target) == 0
+    assert fused_operations(True, target) >= 8

@@ -1,2 +1,1 @@
-"""Tools for building and testing kernels: compilation ahead, argument checks, and a patch of Triton's
-interpreter."""
+"""Tools for kernels: compilation ahead of launches, features of devices, checks of arguments."""

@@ -1,27 +1,53 @@
-"""Sections at tiny size: kernels run in the interpreter, and nothing is timed."""
+"""Kernels, sweep and ceilings at tiny size, in the interpreter: everything runs but the clock."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bench.gpu.sections import CELLS
 
-from bench.gpu import ceilings, kernels, steps
+from bench.gpu import ceilings, kernels, limits, steps, sweep
 from bench.gpu.cells import run_cells
 from bench.gpu.environment import Bench
+from triton_kernels.attention import Heads
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+HEADS = Heads(kv_heads=1, group=2, head_dim=16)
 
 
-@pytest.mark.parametrize("section", ["ceilings", "kernels", "sweep"])
-def test_everything_is_launched_and_nothing_is_timed(section: str, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call_once(calls: Any, *_: Any) -> list[float]:
+        calls[0]()
+        return [1e-3, 1e-3, 1e-3]
+
+    for module, names in (
+        (kernels, {"ATTENTION": ("3q1s20", "q5_2q1s33"), "LLAMA_8B_HEADS": HEADS, "VOCAB": 2048}),
+        (kernels, {"_STEPS": ((2, 1), (2, 0)), "_PRODUCT_ROWS": (3,)}),
+        (kernels, {"_WIDTH": 64, "_INTERMEDIATE": 96, "_compile": lambda _: {}}),
+        (ceilings, {"_BYTES": 1 << 16, "_EDGE": 16, "_PROGRAMS": 2}),
+        (sweep, {"HEADS": dict.fromkeys(limits.HEADS, HEADS), "resident_programs": lambda *_: 4}),
+        (sweep, {"CANDIDATES": {64: [(16, 16, 4, 2, 3, False)], 16: []}}),
+        (sweep, {"WORKLOADS": {16: {"3q1s20": 1.0}}}),
+    ):
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
+    for module in (kernels, ceilings, sweep):
+        monkeypatch.setattr(module, "time_calls", call_once)
+
+
+@pytest.mark.parametrize("section", [ceilings, kernels, sweep])
+def test_every_cell_is_measured(section: Any, tmp_path: Path) -> None:
     bench = Bench.open(tmp_path)
-    run_cells(section, CELLS[section](bench), bench.results)
-    for row in bench.results.of(section).values():
-        is_peer = row.get("implementation") == kernels.VLLM
-        assert row["status"].startswith("skipped" if is_peer else "unmeasured"), row
+    run_cells("s", section.cells(bench), bench.results)
+    rows = bench.results.of("s").values()
+    assert len(rows) >= 2
+    for row in rows:
+        is_peer = row.get("implementation") in (kernels.VLLM, kernels.SDPA)
+        assert row["status"] == "ok" or is_peer and row["status"].startswith("skipped"), row
 
 
 def test_the_kernel_of_the_ceilings_reads_everything() -> None:
@@ -36,7 +62,7 @@ def test_a_kernel_that_computes_something_else_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "MAX_ERROR", 1e-9)
-    bench = Bench.open(tmp_path)
-    cell = next(cell for cell in kernels.cells(bench) if cell.key.startswith("attention"))
+    cells = kernels.cells(Bench.open(tmp_path))
+    cell = next(cell for cell in cells if cell.key.startswith("attention"))
     with pytest.raises(ArithmeticError, match="relative error"):
         cell.run()

@@ -23,7 +23,6 @@ from cbatch.runtime.gpu import known_tokens as known_module
 from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import CudaQueueEvent
 from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
@@ -413,11 +412,6 @@ def all_accepted(
     real(state, layout, decision, *rest, **more)
 
 
-def nothing_counted(real: Any, *arguments: Any, shaped: bool) -> None:
-    """Broken: the output is not counted for penalties."""
-    real(*arguments, shaped=False)
-
-
 def noise_of_its_own(real: Any, batch: LogitsBatch, purpose: int, **more: Any) -> None:
     """Broken: coupled requests draft with other noise than they are verified with."""
     modes = torch.where(batch.requests.modes == COUPLED, REJECTION, batch.requests.modes)
@@ -428,10 +422,6 @@ def reading(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None
     """Broken: the host reads how many tokens were drafted."""
     int(layout.num_drafted.sum())
     real(state, layout, *rest, **more)
-
-
-def waiting_for_nothing(real: Any, event: Any) -> None:
-    """Broken: the result is read before it has come."""
 
 
 def one_message(real: Any, executor: Any, message: Any, buffers: Any) -> None:
@@ -456,10 +446,8 @@ def key_without_tokens(real: Any, device: Any, key: Any, function: Any) -> None:
     "owner, name, broken, raised",
     [
         (verifying, "advance", all_accepted, Differs),
-        (verifying, "advance", nothing_counted, Differs),
         (drafting, "draw", noise_of_its_own, Differs),
         (verifying, "advance", reading, HostReads),
-        (CudaQueueEvent, "wait", waiting_for_nothing, (Differs, AssertionError)),
         (DeviceSteps, "send", one_message, Differs),
         (TargetPass, "decide", moved_result, Differs),
         (Captures, "run", key_without_tokens, (Differs, DeviceFault)),

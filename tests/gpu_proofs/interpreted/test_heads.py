@@ -44,7 +44,7 @@ MAKERS = [eagle3, eagle1, medusa]
 def test_captured_steps_are_those_of_the_cpu(
     make: Any, depth: int, tmp_path: Path, stream: Stream
 ) -> None:
-    """A prompt of one token has no state before it. Prefix hits, preemptions, sampled requests."""
+    """A prompt of one token has no state before it. Prefix hits, and sampled requests."""
     target, shared = Pair(), [(11 * j) % 61 for j in range(33)]
     prefixes = [make_request(f"shared {i}", [*shared, i], max_tokens=9) for i in range(2)]
     requests = [*prompts(23, 1, 30, max_tokens=12), *prefixes, *sampled_requests()[1:3]]
@@ -60,13 +60,28 @@ def test_captured_steps_are_those_of_the_cpu(
         depth=depth,
         arrivals=[0, 0, 1, 2, 12, 6, 7],
         max_num_seqs=3,
-        num_blocks=6,
         max_num_batched_tokens=20,
     )
     happened(seen, "accepted", "rejected", "unfinished chunks", "mixed steps", "slots used again")
-    happened(seen, "prefix hits", "preemptions", *(["plans in flight"] if depth else []))
+    happened(seen, "prefix hits", *(["plans in flight"] if depth else []))
     was_replayed(stream)
     assert not stream.seen["reads"], "the host never waits"
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize("make", [eagle3, medusa])
+def test_preempted_requests_resume(make: Any, tmp_path: Path) -> None:
+    target, requests = Pair(), prompts(14, 13, 12, max_tokens=22)
+    _, seen = run_twins(
+        requests,
+        target,
+        make(tmp_path, target, requests),
+        lookahead="fixed:3",
+        depth=1,
+        num_blocks=6,
+        max_num_batched_tokens=48,
+    )
+    happened(seen, "preemptions", "resumed", "slots used again", "accepted", "rejected")
 
 
 @pytest.mark.usefixtures("stream")

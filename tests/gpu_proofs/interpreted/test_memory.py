@@ -1,4 +1,4 @@
-"""An executor allocates as many bytes as were counted before KV got the rest."""
+"""An executor allocates as many bytes as were counted before KV got the rest; KV in fp8."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.backend import LargestStep
 from cbatch.runtime.gpu import loaded, memory
+from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 from cbatch.runtime.gpu.target_pass import SamplingFeatures
+from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import HeadConfig
 from tests.gpu_proofs.interpreted.twins import CPU, Pair
 from tests.gpu_proofs.sizes import HeadTensors
+from tests.runtime.pairs import NoisyWeights, tiny_config
 from tests.triton_kernels.interpreter.quick import without_overflow_checks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -96,7 +99,7 @@ def head_of(kind: Any, target: Pair) -> Any:
     return CLASSES[kind](config, HeadTensors(torch.float32, CPU), target.decoder, rows)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("drafts", ["model", "eagle3", "eagle", "medusa", None])
+@pytest.mark.parametrize("drafts", ["model", "eagle3", "medusa", None])
 def test_steps_take_what_was_counted(drafts: str | None) -> None:
     target, draft = Pair(vocab_size=4000), None
     if drafts is not None:
@@ -151,3 +154,20 @@ def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         models.kv_memory_bytes(step, None, 1 << 30)
     decoder.device = CPU
+
+
+def test_blocks_in_fp8_are_zeroed() -> None:
+    kv = KVCache(tiny_config(), 3, 16, torch.float8_e4m3fn, "cpu")
+    kv.data.view(torch.uint8).fill_(7)
+    kv.zero_blocks([1])
+    zero = [bool((kv.data[:, :, :, i].float() == 0).all()) for i in range(3)]
+    assert zero == [False, True, False]
+
+
+def test_scales_come_from_the_checkpoint() -> None:
+    class Scaled(NoisyWeights):
+        def scalar(self, name: str) -> float | None:
+            return {"model.layers.1.self_attn.k_scale": 0.125}.get(name)
+
+    decoder = Decoder(tiny_config(), Scaled(1), torch.float32, torch.device("cpu"))
+    assert decoder.kv_scales[:2] == [(1.0, 1.0), (0.125, 1.0)]

@@ -28,8 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::Warning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
-# Windows and soft caps; attention parallel to the feed-forward; other norms and positions; experts.
-KINDS = ("gemma2", "cohere2", "gpt_neox", "qwen3_moe")
+# Windows and soft caps; attention parallel to the feed-forward.
+KINDS = ("gemma2", "gpt_neox")
 
 
 class Model:
@@ -96,7 +96,6 @@ def test_what_the_kernels_lack_is_refused_by_name(kind: str, said: str, tmp_path
     "waits",
     [
         lambda x: x * float(x.max() > -1e9),
-        lambda x: x[x[..., 0] > -1e9][None],
         lambda x: x if x.max() > -1e9 else -x,
     ],
 )

@@ -17,9 +17,9 @@ def interpret() -> bool:
     """Prepare this process for interpreted kernels; return False where they are compiled."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return False
-    from triton_kernels.build.interpreter import repair
+    from tests.triton_kernels.interpreter.patches import patch
 
-    repair()
+    patch()
     reuse_types()
     return True
 

@@ -198,7 +198,7 @@ TYPES = {
 POINTERS, DESCRIPTORS = (Tile(16, 32, 4, 3, 1, descriptors) for descriptors in (False, True))
 
 
-@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
+@pytest.mark.parametrize("page_tokens", [16, 128])
 @pytest.mark.parametrize("dtype, kv_dtype", list(TYPES))
 def test_window_and_cap_over_every_page(
     dtype: torch.dtype, kv_dtype: torch.dtype | None, page_tokens: int

@@ -4,20 +4,11 @@ elsewhere."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from tests.gpu_proofs.interpreted.light import (
-    use_reference_verdicts,
-    use_references,
-)
 from torch import Tensor
 
-from cbatch.runtime.gpu.decoder import Decoder
-from tests.gpu_proofs.interpreted.twins import Pair, run_twins
-from tests.runtime.engines import make_request
-from tests.triton_kernels.interpreter import twins as twins_module
 from triton_kernels.products import dense as module
 from triton_kernels.products.dense import ProductTile, dense, dense_reference, keeps_bits
 
@@ -89,21 +80,3 @@ def test_a_sum_that_follows_the_number_of_rows_is_caught(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "dense", split)
     x, weight = operands(131, 40, 200, torch.float32)
     assert not keeps_bits(product(weight), x)
-
-
-def test_an_executor_with_invariant_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_references(monkeypatch)
-    use_reference_verdicts(monkeypatch)
-
-    def invariant(*given: Any) -> Decoder:
-        return Decoder(*given, numerics="invariant")
-
-    monkeypatch.setattr(twins_module, "Decoder", invariant)
-    target, draft = Pair(), Pair(noise=0.05)
-    assert target.decoder.numerics == "invariant" and target.decoder.keeps_bits()
-    requests = [
-        make_request(f"r{i}", [(7 * i + 3 * j) % 61 for j in range(n)], max_tokens=4)
-        for i, n in enumerate((12, 5))
-    ]
-    _, seen = run_twins(requests, target, draft, lookahead="fixed:2")
-    assert seen["accepted"] and seen["drafted"]

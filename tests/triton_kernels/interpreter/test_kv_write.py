@@ -90,7 +90,7 @@ def test_against_the_reference(
     assert torch.equal(by_kernel.fused[:, :, group:], write.fused[:, :, group:])  # K and V stay
 
 
-@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
+@pytest.mark.parametrize("page_tokens", [16, 128])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_is_bounded(kv_dtype: torch.dtype, dtype: torch.dtype, page_tokens: int) -> None:

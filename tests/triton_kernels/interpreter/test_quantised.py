@@ -14,10 +14,10 @@ from tests.runtime.engines import NoisyWeights, tiny_config
 from triton_kernels.products.dense import keeps_bits
 from triton_kernels.products.quantised import (
     Packed,
+    dequantise,
     pack,
     quantised,
     quantised_reference,
-    restored,
 )
 
 pytestmark = pytest.mark.usefixtures("device", "unchecked_sums")
@@ -34,7 +34,7 @@ def packed(kind: str, out: int, columns: int) -> tuple[Packed, GgufTensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_are_those_of_torch(kind: str, dtype: torch.dtype) -> None:
     weight, tensor = packed(kind, 70, 128)
-    assert torch.equal(restored(weight), tensor.dequantised(torch.float32))
+    assert torch.equal(dequantise(weight), tensor.dequantised(torch.float32))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(67, 128, generator=generator).to(dtype)
     bias = torch.randn(70, generator=generator).to(dtype) if kind == "Q4_0" else None
@@ -85,6 +85,6 @@ def test_a_decoder_multiplies_with_what_is_stored(device: torch.device) -> None:
         for product, plain in zip(mine.products(), wide_layer.products(), strict=True):
             if isinstance(product, QuantisedDense):
                 taken += 1
-                assert torch.equal(restored(product.packed), plain.weight)
+                assert torch.equal(dequantise(product.packed), plain.weight)
     assert taken == 4 * len(wide.layers)
     assert wide.matrix_bytes is None and quantised_.matrix_bytes is not None

@@ -21,6 +21,7 @@ from triton_kernels.noise import device as noise_device
 from triton_kernels.sampling import launch, order, shape
 from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, Distributions, LogitsBatch
 from triton_kernels.sampling.launch import Tiling
+from triton_kernels.sampling.mask import mask_logits, mask_reference, words_of
 
 PIECEMEAL = Tiling(pieces=1, piece=32, chunk=1, list_tokens=64)  # rows have two tiles or more
 
@@ -252,3 +253,20 @@ def test_fields_are_checked_by_name() -> None:
     for name, bad in wrong.items():
         with pytest.raises(ValueError, match=name):
             sample(bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mask_forbids_what_its_bits_say(dtype: torch.dtype) -> None:
+    vocab, generator = 4100, torch.Generator().manual_seed(3)
+    logits = torch.randn(6, vocab, generator=generator).to(dtype)
+    logits[1, 7], logits[4, 4099] = float("nan"), float("-inf")
+    rows = torch.randint(-(2**31), 2**31, (5, words_of(vocab)), generator=generator).int()
+    # Slot 2 has two rows from 1 on, and no third; slot 0 has one, the fourth.
+    rows[:, :2] = torch.tensor([[2, 0], [2, 1], [2, 2], [0, 0], [1, 0]])
+    starts, counts = torch.tensor([4, 0, 1]).int(), torch.tensor([1, 0, 2]).int()
+    expected = logits.clone()
+    mask_reference(expected, rows, starts, counts)
+    mask_logits(logits, rows, starts, counts)
+    assert torch.equal(logits.nan_to_num(nan=3.0), expected.nan_to_num(nan=3.0))
+    masked = (logits == torch.finfo(dtype).min).sum(dim=1)
+    assert (masked[[1, 2, 4]] > vocab // 3).all() and not masked[[0, 3, 5]].any()

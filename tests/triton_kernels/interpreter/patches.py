@@ -1,8 +1,8 @@
-"""Repairs Triton's interpreter for the odd types, floats that numpy lacks: bf16 and fp8.
+"""Patches Triton's interpreter for the odd types, floats that numpy lacks: bf16 and fp8.
 
 The interpreter stores them as integers of their width. Loads, stores and selections are exact. But
 arithmetic and `tl.dot` work on these integers, and narrowing casts truncate or carry wrongly. After
-`repair()`, casts round to nearest even, and a dot has exact products and an fp32 sum. Any other
+`patch()`, casts round to nearest even, and a dot has exact products and an fp32 sum. Any other
 arithmetic raises: kernels convert to fp32 first, which costs nothing on a GPU. A value beyond the
 range of an fp8 type becomes NaN, as in torch, which reveals a missing clamp.
 
@@ -33,13 +33,13 @@ _ON_BITS = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 _ELEMENTWISE = ("create_fma", "create_rsqrt", "create_erf", "create_fabs")
 
 
-def repair() -> None:
+def patch() -> None:
     """Patch the interpreter, once. Affects interpreted kernels of this process, not compiled
     ones."""
     builder = InterpreterBuilder
-    if getattr(builder, "_repaired", False):
+    if getattr(builder, "_patched", False):
         return
-    builder._repaired = True
+    builder._patched = True
     interpreter.InterpretedFunction.__call__ = _call
     builder.cast_impl = _cast(builder.cast_impl)
     builder.create_fp_to_fp = _convert(builder.create_fp_to_fp)
