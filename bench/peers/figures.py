@@ -137,7 +137,7 @@ def rows_of(
     median ratio of cbatch with lookahead off to the system."""
     named = list(zip((system.name for system in systems), values, strict=True))
     first_peer = next((each for name, each in named if name != CBATCH), None)
-    ours = values[0] if named and named[0][0] == CBATCH else None
+    own_values = values[0] if named and named[0][0] == CBATCH else None
     rows = []
     for system, system_values in zip(systems, values, strict=True):
         to_peer = _ratios(system_values, first_peer)
@@ -154,7 +154,7 @@ def rows_of(
                 "to_peer": _median(to_peer),
                 "to_min": rounded(min(to_peer, default=None)),
                 "to_max": rounded(max(to_peer, default=None)),
-                "ours_to_it": _median(_ratios(ours, system_values)),
+                "ours_to_it": _median(_ratios(own_values, system_values)),
             }
         )
     return rows
