@@ -92,11 +92,7 @@ def outputs(
     rows = rows_of(model.name, OUTPUT, batch, systems, speeds)
     stepping = [(s, each) for s, each in zip(systems, runs, strict=True) if each[0].steps_s]
     speeds = [[(r.tokens - len(r.outputs)) / sum(r.steps_s) for r in each] for _, each in stepping]
-    decoding = rows_of(model.name, DECODE, batch, [system for system, _ in stepping], speeds)
-    for row, (_, system_runs) in zip(decoding, stepping, strict=True):
-        steps_s = [step for run in system_runs for step in run.steps_s]
-        row["step_p99_to_median"] = rounded(float(np.quantile(steps_s, 0.99) / np.median(steps_s)))
-    return rows + decoding
+    return rows + rows_of(model.name, DECODE, batch, [system for system, _ in stepping], speeds)
 
 
 def prefill(
