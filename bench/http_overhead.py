@@ -23,13 +23,9 @@ _SERVER = "-m cbatch.cli.main serve --port {port} --lookahead off --no-enable-pr
 
 def server_cpu_s() -> float:
     """Return the processor seconds of this process's children, without their own children."""
-    pids = [pid for each in Path("/proc/self/task").glob("*/children") for pid in _words(each)]
-    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return sum(int(_words(task)[0]) for task in tasks) / 1e9
-
-
-def _words(path: Path) -> list[str]:
-    return path.read_text().split()
+    children = "".join(file.read_text() for file in Path("/proc/self/task").glob("*/children"))
+    tasks = [task for pid in children.split() for task in Path("/proc").glob(f"{pid}/task/*")]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def measure(url: str, path: str, num_streams: int, num_tokens: int) -> dict[str, Any]:
