@@ -153,7 +153,6 @@ def main() -> None:
             "collector on, start-up objects frozen",
             PEER,
         ),
-        extra={"steps": steps, "repeats": repeats, "peer": PEER},
     )
 
 

@@ -62,7 +62,7 @@ def cells(bench: Bench) -> Iterator[Cell]:
 def measure(bench: Bench, heads: Heads, page: int, tile: Tile) -> Row:
     """Return the median microseconds of each workload, by its name."""
     programs = resident_programs(tile, bench.device)
-    split = max(LEAST_PART_TOKENS, tile.keys)
+    split = max(MIN_SPLIT_KEYS, tile.keys)
     tuning = Tuning(tile, programs, balanced_partials(programs, heads), split, balanced=True)
     median_us = {}
     for name in WORKLOADS[tile.rows]:

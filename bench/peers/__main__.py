@@ -17,7 +17,6 @@ figures are output tokens per second; output tokens per second after each prompt
 (decode, for systems that report steps); prompt tokens per second for 8 prompts of 1024 tokens
 (`--prefill`); and seconds until a constructor returns (`--startup`). `to_peer` is the value divided
 by the first peer's. `ours_to_it` is the value of cbatch with lookahead off divided by the row's.
-`step_p99_to_median` is computed from the times of the decoding steps.
 """
 
 from __future__ import annotations

@@ -62,11 +62,11 @@ def agreement(
     return rows
 
 
-def first_differences(prompts: Prompts, ours: Prompts, theirs: Prompts) -> Prompts:
+def first_differences(prompts: Prompts, outputs: Prompts, other_outputs: Prompts) -> Prompts:
     """Return both texts up to their first difference, for each pair that is not equal. Raises
     ValueError for texts of unequal length."""
     pairs: Prompts = []
-    for prompt, tokens, others in zip(prompts, ours, theirs, strict=True):
+    for prompt, tokens, others in zip(prompts, outputs, other_outputs, strict=True):
         differs = [token != other for token, other in zip(tokens, others, strict=True)]
         if any(differs):
             end = differs.index(True) + 1

@@ -92,11 +92,7 @@ def outputs(
     rows = rows_of(model.name, OUTPUT, batch, systems, speeds)
     stepping = [(s, each) for s, each in zip(systems, runs, strict=True) if each[0].steps_s]
     speeds = [[(r.tokens - len(r.outputs)) / sum(r.steps_s) for r in each] for _, each in stepping]
-    decoding = rows_of(model.name, DECODE, batch, [system for system, _ in stepping], speeds)
-    for row, (_, system_runs) in zip(decoding, stepping, strict=True):
-        steps_s = [step for run in system_runs for step in run.steps_s]
-        row["step_p99_to_median"] = rounded(float(np.quantile(steps_s, 0.99) / np.median(steps_s)))
-    return rows + decoding
+    return rows + rows_of(model.name, DECODE, batch, [system for system, _ in stepping], speeds)
 
 
 def prefill(
@@ -137,7 +133,7 @@ def rows_of(
     median ratio of cbatch with lookahead off to the system."""
     named = list(zip((system.name for system in systems), values, strict=True))
     first_peer = next((each for name, each in named if name != CBATCH), None)
-    ours = values[0] if named and named[0][0] == CBATCH else None
+    own_values = values[0] if named and named[0][0] == CBATCH else None
     rows = []
     for system, system_values in zip(systems, values, strict=True):
         to_peer = _ratios(system_values, first_peer)
@@ -154,7 +150,7 @@ def rows_of(
                 "to_peer": _median(to_peer),
                 "to_min": rounded(min(to_peer, default=None)),
                 "to_max": rounded(max(to_peer, default=None)),
-                "ours_to_it": _median(_ratios(ours, system_values)),
+                "ours_to_it": _median(_ratios(own_values, system_values)),
             }
         )
     return rows

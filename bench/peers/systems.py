@@ -44,7 +44,7 @@ def make_systems(
     `exact`, systems with a choice of dtype use float32."""
     threads, common = args.threads, {"max_sequences": sizes.max_sequences, "tokens": sizes.tokens}
     timed = common | {"threads": threads, "exact": exact}
-    ours = timed | {"step_tokens": sizes.step_tokens, "draft": None, "lookahead": "off"}
+    own = timed | {"step_tokens": sizes.step_tokens, "draft": None, "lookahead": "off"}
     systems: list[System] = []
 
     def add(name: str, worker: str, python: str, settings: dict[str, Any]) -> None:
@@ -53,7 +53,12 @@ def make_systems(
 
     for lookahead in args.lookahead if model.draft else ["off"]:
         draft = {} if lookahead == "off" else {"draft": str(model.draft), "lookahead": lookahead}
-        add(CBATCH, "cbatch", sys.executable, ours | {"model": str(model.cbatch_path)} | draft)
+        add(
+            CBATCH,
+            "cbatch",
+            sys.executable,
+            own | {"model": str(model.cbatch_path)} | draft,
+        )
     for peer in args.peer:
         python = python_of(peer, args)
         if python is None or (peer == OPENVINO and not is_gguf(model.source)):
@@ -64,7 +69,7 @@ def make_systems(
             settings = timed | {"step_tokens": sizes.step_tokens, "model": str(model.gguf(exact))}
             add(peer, "openvino", python, settings)
         elif peer == LAYERS:
-            settings = ours | {"model": str(model.directory), "model_impl": peer}
+            settings = own | {"model": str(model.directory), "model_impl": peer}
             add(peer, "cbatch", python, settings)
         else:
             dtype = "float32" if exact else model.dtype
