@@ -9,8 +9,8 @@ import pytest
 
 from bench.load.client.call import CallError, Failure
 from bench.load.run.measure import LoadRun, measure
-from bench.load.run.report import Measured
 from bench.load.run.options import OfferedLoad
+from bench.load.run.report import Measured
 from bench.load.run.sweep import SEARCH_RANGE, TOLERANCE, Point, document_of, find_rate, to_trial
 from sim.report.capacity import Capacity
 from sim.report.report import Objectives, to_json
