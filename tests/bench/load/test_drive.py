@@ -69,7 +69,7 @@ def test_what_the_client_is_late_by_counts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Bodies, "prepare", late)
     with scripted(answer_well) as server:
         calls = calls_of(plan(server.endpoint, arrivals_s=[0.01 * i for i in range(20)]))
-    part = driving.Part(calls, 0, False, 0.1, 1.0, [0.0])
+    part = driving.Part(calls, 0, False, 0.1, 1.0)
     report = measure([LoadRun([part], open_loop=True)], settings={})
     assert max(call.sent_s - call.scheduled_s for call in calls) >= held_s
     assert report.e2e_s.max is not None and report.e2e_s.max >= held_s

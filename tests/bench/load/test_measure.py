@@ -36,7 +36,7 @@ def make_calls(seed: int, count: int = 60, *, failing: float = 0.2) -> list[Time
 
 
 def run_of(calls: list[TimedCall], **more: Any) -> LoadRun:
-    return LoadRun([Part(calls, 0, False, 0.5, 10.0, [0.001])], **more)
+    return LoadRun([Part(calls, 0, False, 0.5, 10.0)], **more)
 
 
 OBJECTIVES = Objectives(ttft_s=0.6, tpot_s=0.2)
@@ -206,6 +206,6 @@ def test_a_busy_client_and_counts_that_disagree_are_reported() -> None:
     calls = make_calls(2, failing=0)
     quiet = measure([run_of(calls)], settings={})
     assert not quiet.warnings
-    busy = LoadRun([Part(calls, 0, False, 9.0, 10.0, [0.0])])
+    busy = LoadRun([Part(calls, 0, False, 9.0, 10.0)])
     assert "90% of a core" in measure([busy], settings={}).warnings[0]
     assert json.loads(to_json(quiet))["client"]["cpu_share"] == 0.05
