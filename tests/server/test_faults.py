@@ -4,14 +4,14 @@ Texts are compared with those of an undisturbed engine."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def body(seed: int, max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": max_tokens, "seed": seed, "stream": True} | more
 
 
+@functools.cache
 def expected(seeds: range, max_tokens: int) -> list[str]:
     engine = make_engine(num_blocks=2048, max_model_len=512)
     params = [SamplingParams(max_tokens=max_tokens, seed=seed) for seed in seeds]
@@ -86,16 +87,6 @@ def test_many_disconnecting_clients_leave_no_resources() -> None:
         assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "none was ended early"
 
 
-@contextmanager
-def as_in_a_server() -> Iterator[None]:
-    """Freeze the heap, as a serving process does once it listens."""
-    freeze_heap()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def overload(seconds: float) -> dict[str, float]:
     """Send four times as many calls as the engine can serve. Return figures for the report."""
     slots, tokens = 4, 8
@@ -116,7 +107,9 @@ def overload(seconds: float) -> dict[str, float]:
             await asyncio.sleep(max(0.0, begin_s + i / per_s - time.monotonic()))
         return await asyncio.gather(*calls)
 
-    with serving_process(factory, limits) as served, as_in_a_server():
+    with serving_process(factory, limits) as served, ExitStack() as stack:
+        freeze_heap()  # as a serving process does once it listens
+        stack.callback(gc.unfreeze)
         answers = asyncio.run(drive(served))
         assert_nothing_is_left(served)
         why = {"reason": "queued_requests"}
@@ -142,7 +135,7 @@ def overload(seconds: float) -> dict[str, float]:
 
 
 def test_overload_is_rejected_at_once_and_accepted_calls_finish(record_property: Any) -> None:
-    for name, value in overload(2).items():
+    for name, value in overload(1).items():
         record_property(name, value)
 
 
@@ -190,9 +183,8 @@ def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
         assert all("grace time" in answer.events[-1]["error"]["message"] for answer in answers)
 
 
-@pytest.mark.parametrize("signals", [2, 3])
-def test_a_second_stop_signal_stops_at_once_without_a_traceback(
-    signals: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_further_stop_signals_stop_at_once_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pause_file = tmp_path / "held"
     pause_file.touch()
@@ -201,7 +193,7 @@ def test_a_second_stop_signal_stops_at_once_without_a_traceback(
     async def scene(client: Client, pid: int) -> list[Answer]:
         streams = asyncio.create_task(crowd(client.port, [body(i, 300) for i in range(4)]))
         await until_running(client, 4)
-        for _ in range(signals):
+        for _ in range(3):
             os.kill(pid, signal.SIGTERM)
             await asyncio.sleep(0.05)
         return await streams
@@ -303,7 +295,7 @@ def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
 
 
 def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
-    kills_over_http(tmp_path, rounds=1, max_tokens=90)
+    kills_over_http(tmp_path, rounds=1, max_tokens=60)
 
 
 @pytest.mark.statistics
