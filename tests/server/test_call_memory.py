@@ -50,13 +50,14 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 def test_a_body_is_released_when_its_prompt_is_tokenized() -> None:
     """Calls that wait for a slot hold none of it."""
+    contents = [(path, json.dumps(body).encode()) for path, body in BODIES]
     with served(40 * BIG) as (client, memory), client.begin(HOG), ExitStack() as stack:
         wait_until(lambda: counts(client) == (1, 0))
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
         before, _ = tracemalloc.get_traced_memory()
-        for path, body in BODIES:
-            stack.enter_context(client.begin(json.dumps(body).encode(), path))
+        for path, content in contents:
+            stack.enter_context(client.begin(content, path))
         wait_until(lambda: counts(client) == (1 + len(BODIES), len(BODIES)))
         wait_until(lambda: tracemalloc.get_traced_memory()[0] - before < BIG)
         wait_until(lambda: memory.num_bytes < BIG)

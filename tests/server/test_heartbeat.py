@@ -73,7 +73,8 @@ def read_pings(response: HTTPResponse, path: str, number: int) -> str:
 def busy(client: Client) -> Iterator[Callable[[], None]]:
     """Take a slot until the yielded function is called, or the block ends."""
     with client.begin(LONG) as connection, connection.getresponse() as response:
-        response.readline()
+        while not response.readline().startswith(b"data: "):  # pings come while it waits
+            pass
 
         def leave() -> None:
             response.close()

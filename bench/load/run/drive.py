@@ -74,20 +74,16 @@ class ClosedSessions:
         heapq.heappush(self._idle, (now_s + pause_s, client, turns))
 
     def _conversation(self) -> deque[tuple[int, TraceRequest]]:
-        """Return the next request with the later turns of its session, which follow it in the
-        list."""
+        """Return the next request with the later turns of its session, which follow it."""
         assert self._next is not None
         turns = deque([self._next])
         session = self._next[1].session
-        self._next = next(self._requests, None)
-        while (
-            session is not None
-            and self._next is not None
-            and self._next[1].session == session
-            and self._next[1].think_s is not None
-        ):
-            turns.append(self._next)
-            self._next = next(self._requests, None)
+        while (following := next(self._requests, None)) is not None:
+            request = following[1]
+            if session is None or request.session != session or request.think_s is None:
+                break
+            turns.append(following)
+        self._next = following
         return turns
 
 
