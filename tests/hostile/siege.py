@@ -38,6 +38,7 @@ SCHEMA = {
 }
 SHAPE = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
 REGEX = {"regex": "((ab|ba)[0-9]{1,3},)+"}
+AROUND = {"around": "start: before @answer\nbefore[lazy]: /(?s:.){12,30};/"}
 # Calls that are greedy, or have a seed and coupled verification: their texts depend only on the
 # call. A call has a prompt or, for a chat, a message.
 ASKS: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -49,6 +50,7 @@ ASKS: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"temperature": 0, "stop": ["\n\n\n", "return"], "min_tokens": 20},
     ),
     "regex": ("x = ", 80, {"seed": 2, "structured_outputs": REGEX}),
+    "regex after text": ("x = ", 80, {"temperature": 0, "structured_outputs": REGEX | AROUND}),
     "chat with logprobs": (CODE, 80, {"temperature": 0, "logprobs": True, "top_logprobs": 3}),
     "chat of a schema": ("a thing as JSON: ", 120, {"seed": 3, "response_format": SHAPE}),
     "two choices": (
