@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.gpu.sections import CELLS
 
 from bench.gpu import __main__ as command
 from bench.gpu import correctness, report, vllm_engine

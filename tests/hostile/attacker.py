@@ -1,7 +1,7 @@
-"""A process that runs a few attacks at once: their tools, and a line about each attack.
+"""A process that runs a few attacks at once: their tools, and two lines about each attack.
 
-`python -m tests.hostile.attacker SETTINGS` runs the attacks in rounds in a random order, so that
-each has its turn. It prints when one begins and how it ended.
+`python -m tests.hostile.attacker SETTINGS` runs the attacks in rounds in a random order. It prints
+a line of JSON when an attack begins and when it has ended.
 """
 
 from __future__ import annotations
@@ -16,58 +16,48 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import msgspec
-
-from tests.hostile.server import HOST, HOSTILE_KEY
-
+HOST, HOSTILE_KEY = "127.0.0.1", "hostile"
 WORKERS = 3
 NICENESS = 10  # the server and the honest clients take precedence on the machine's few cores
 ANSWER_S = 45.0  # an engine may be killed and restarted during this time
 LONGEST_PAUSE_S = 0.25  # between two attacks of a worker
-JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": f"Bearer {HOSTILE_KEY}"}
 # Possible for any attack: another attack uses the key's calls or the queue's places.
 BUSY = {"429", "503"}
-
-
-class Settings(msgspec.Struct):
-    port: int
-    seed: int
-    seconds: float
-    names: list[str]
-
-
-class Report(msgspec.Struct):
-    """A report of one run of an attack. `end_s` is missing in the report of its start. Outcomes are
-    statuses, or how connections ended."""
-
-    attack: str
-    begin_s: float
-    end_s: float | None = None
-    outcomes: dict[str, int] = {}
-    slowest_s: float = 0.0
-    wrong: list[str] = []
 
 
 class Attack(NamedTuple):
     """An attack. `allowed` are its outcomes, in addition to those of a busy server. `large` attacks
     never run at the same time: they would fill the queue, and honest clients would be rejected."""
 
-    name: str
     run: Callable[[Target], None]
     allowed: str
-    large: bool = False
+    large: bool
+
+
+ATTACKS: dict[str, Attack] = {}
+
+
+def attack(allowed: str, *, large: bool = False) -> Callable[[Any], Any]:
+    """Add a function to `ATTACKS`, under its name."""
+
+    def add(run: Callable[[Target], None]) -> Callable[[Target], None]:
+        ATTACKS[run.__name__.replace("_", " ")] = Attack(run, allowed, large)
+        return run
+
+    return add
 
 
 class Target:
-    """The server, as one run of an attack uses it."""
+    """The server, as one run of an attack uses it. Outcomes are statuses, or how connections
+    ended."""
 
     def __init__(self, port: int, allowed: str, seed: str) -> None:
-        self.port = port
-        self.rng = random.Random(seed)
+        self.port, self.rng = port, random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.slowest_s = 0.0
         self.wrong: list[str] = []
@@ -94,7 +84,8 @@ class Target:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_S)
         with closing(connection):
             try:
-                connection.request(method, path, raw, JSON | KEY | (headers or {}))
+                both = {"Content-Type": "application/json"} | KEY | (headers or {})
+                connection.request(method, path, raw, both)
                 response = connection.getresponse()
                 outcome, content = str(response.status), response.read()
             except TimeoutError:
@@ -105,11 +96,9 @@ class Target:
         return content
 
     def at_once(self, calls: list[Callable[[], Any]]) -> None:
-        threads = [threading.Thread(target=call) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for call in calls:
+                pool.submit(call)
 
     @contextmanager
     def open(self, raw: bytes) -> Iterator[socket.socket]:
@@ -131,7 +120,10 @@ class Target:
         try:
             line = connection.recv(4096).partition(b"\r\n")[0]
         except TimeoutError:
-            self.note("silent", began_s)
+            self.note("silent" if wait_s else "held", began_s)
+            return
+        except BlockingIOError:
+            self.note("held", began_s)
             return
         words = line.split(None, 2)
         self.note(words[1].decode() if len(words) > 1 else "closed", began_s, line)
@@ -152,66 +144,54 @@ def whole(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     return head(len(raw), path) + raw
 
 
-class _Attacker:
-    def __init__(self, settings: Settings, attacks: list[Attack]) -> None:
-        self._settings, self._attacks = settings, attacks
-        self._end_s = time.monotonic() + settings.seconds
-        self._deck: list[Attack] = []
-        self._num_dealt = 0
-        self._lock, self._large = threading.Lock(), threading.Lock()
+def run(port: int, seed: int, seconds: float, names: list[str]) -> None:
+    """Run attacks until the time is over and each attack has run."""
+    end_s = time.monotonic() + seconds
+    lock, large = threading.Lock(), threading.Lock()
 
-    def run(self) -> None:
-        """Run attacks until the time is over and each attack has run."""
-        threads = [threading.Thread(target=self._work) for _ in range(WORKERS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def deal() -> Iterator[tuple[int, str]]:
+        number = 0
+        while True:
+            for name in random.Random(f"{seed} {number}").sample(names, len(names)):
+                if time.monotonic() > end_s and number >= len(names):
+                    return
+                yield number, name
+                number += 1
 
-    def _deal(self) -> tuple[Attack, int] | None:
-        with self._lock:
-            first_round = self._num_dealt < len(self._attacks)
-            if time.monotonic() > self._end_s and not first_round:
-                return None
-            number, seed = self._num_dealt, self._settings.seed
-            self._num_dealt += 1
-            if not self._deck:
-                self._deck = random.Random(f"{seed} {number}").sample(
-                    self._attacks, len(self._attacks)
-                )
-            return self._deck.pop(), number
+    def tell(**report: Any) -> None:
+        with lock:
+            print(json.dumps(report), flush=True)
 
-    def _work(self) -> None:
-        while (dealt := self._deal()) is not None:
-            attack, number = dealt
-            seed = f"{self._settings.seed} {number} {attack.name}"
-            target = Target(self._settings.port, attack.allowed, seed)
-            with self._large if attack.large else nullcontext():
-                report = Report(attack.name, time.monotonic())
-                self._tell(report)
+    def work() -> None:
+        while True:
+            with lock:
+                number, name = next(deck, (0, ""))
+            if not name:
+                return
+            each = ATTACKS[name]
+            target = Target(port, each.allowed, f"{seed} {number} {name}")
+            with large if each.large else nullcontext():
+                begin_s = time.monotonic()
+                tell(attack=name, begin_s=begin_s, end_s=None)
                 try:
-                    attack.run(target)
+                    each.run(target)
                 except OSError as error:
-                    target.note("closed", report.begin_s, repr(error))
-            report.end_s = time.monotonic()
-            report.outcomes, report.wrong = dict(target.outcomes), target.wrong[:3]
-            report.slowest_s = target.slowest_s
-            self._tell(report)
+                    target.note("closed", begin_s, repr(error))
+            outcome = {"outcomes": target.outcomes, "wrong": target.wrong[:3]}
+            outcome["slowest_s"] = target.slowest_s
+            tell(attack=name, begin_s=begin_s, end_s=time.monotonic(), **outcome)
             time.sleep(target.rng.uniform(0, LONGEST_PAUSE_S))
 
-    def _tell(self, report: Report) -> None:
-        with self._lock:
-            sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
-            sys.stdout.buffer.flush()
-
-
-def main() -> None:
-    from tests.hostile.attacks import ATTACKS
-
-    os.nice(NICENESS)
-    settings = msgspec.json.decode(sys.argv[1], type=Settings)
-    _Attacker(settings, [each for each in ATTACKS if each.name in settings.names]).run()
+    deck = deal()
+    threads = [threading.Thread(target=work) for _ in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 if __name__ == "__main__":
-    main()
+    from tests.hostile import attacker, attacks  # noqa: F401 - they fill `ATTACKS`
+
+    os.nice(NICENESS)
+    attacker.run(**json.loads(sys.argv[1]))

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from tests.hostile.attacker import Attack, Target, head, whole
-from tests.hostile.server import HOST, HOSTILE_KEY
+from tests.hostile.attacker import HOST, HOSTILE_KEY, Target, attack, head, whole
 
 NUM_HELD = 100
 HOLD_S = 4.0
 HALF_BYTES = 2_000_000
 STREAM: dict[str, Any] = {"prompt": "def f(x):\n", "stream": True, "ignore_eos": True}
-HELD = "held closed 400 408 413 431"
 
 
+@attack("held closed 400 408 413 431")
 def half_heads(target: Target) -> None:
     """Send a hundred request heads slowly, byte by byte."""
     with held(target, NUM_HELD) as connections:
@@ -26,6 +25,7 @@ def half_heads(target: Target) -> None:
         trickle(target, connections)
 
 
+@attack("held closed 400 401 408 413 431")
 def half_bodies(target: Target) -> None:
     """Send most of a body, and the rest slowly, byte by byte; with and without a key."""
     for key in (HOSTILE_KEY, None):
@@ -37,6 +37,7 @@ def half_bodies(target: Target) -> None:
             trickle(target, connections)
 
 
+@attack("left closed")
 def cut_bodies(target: Target) -> None:
     """Close the connection in the middle of a body, or before it."""
     raw = whole(STREAM | {"max_tokens": 4, "prompt": "x" * 50_000})
@@ -46,6 +47,7 @@ def cut_bodies(target: Target) -> None:
             target.note("left", began_s)
 
 
+@attack("left closed")
 def leave(target: Target) -> None:
     """Disconnect at once, at the first bytes, or in the middle of a stream."""
     for number in range(24):
@@ -60,18 +62,14 @@ def leave(target: Target) -> None:
             target.note("left", began_s)
 
 
+@attack("left closed", large=True)
 def never_read(target: Target) -> None:
     """Request streams with all details, and do not read them."""
     call = STREAM | {"max_tokens": 900, "n": 4, "logprobs": 20, "return_token_ids": True}
-    with ExitStack() as stack:
-        for _ in range(2):
-            began_s = time.monotonic()
-            connection = stack.enter_context(target.open(whole(call)))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            target.note("left", began_s)
-        time.sleep(HOLD_S)
+    leave_unread(target, [whole(call)] * 2, HOLD_S)
 
 
+@attack("200 left closed")
 def pipelined(target: Target) -> None:
     """Send twenty calls at once, and wait for the responses or disconnect."""
     raw = whole({"prompt": "x", "max_tokens": 2}) * 20
@@ -84,8 +82,10 @@ def pipelined(target: Target) -> None:
                 target.note("left", began_s)
 
 
+@attack("100 200 400 401 404 405 408 413 431 silent closed")
 def broken_requests(target: Target) -> None:
     rng, right = target.rng, whole({"prompt": "x", "max_tokens": 1})
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n"
     raws = [
         b"\r\n\r\n",
         b"GET\r\n\r\n",
@@ -95,9 +95,9 @@ def broken_requests(target: Target) -> None:
         head(-1),
         head(2**70),
         right.replace(b"Content-Length", b"Content-Length: 3\r\nContent-Length"),
-        head()[:-2] + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-        head()[:-2] + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{}\r\n",
-        head(5)[:-2] + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\nGET /",
+        head()[:-2] + chunked + b"zz\r\n{}\r\n0\r\n\r\n",
+        head()[:-2] + chunked + b"ffffffffffffffff\r\n{}\r\n",
+        head(5)[:-2] + chunked + b"2\r\n{}\r\n0\r\n\r\nGET /",
         right.replace(b"Host: x", b"X: " + b"a" * 200_000),
         right.replace(b"Host: x", b"X: a\r\n" * 5000),
         right.replace(b"Host: x", b"Expect: 100-continue"),
@@ -108,6 +108,17 @@ def broken_requests(target: Target) -> None:
         began_s = time.monotonic()
         with target.open(raw) as connection:
             target.answered(connection, began_s, wait_s=1.0)
+
+
+def leave_unread(target: Target, calls: list[bytes], hold_s: float) -> None:
+    """Make calls, and do not read their responses."""
+    with ExitStack() as stack:
+        for raw in calls:
+            began_s = time.monotonic()
+            connection = stack.enter_context(target.open(raw))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            target.note("left", began_s)
+        time.sleep(hold_s)
 
 
 @contextmanager
@@ -126,22 +137,7 @@ def trickle(target: Target, connections: list[socket.socket]) -> None:
                 connection.send(b"a")
         time.sleep(0.5)
     for connection in connections:
-        connection.setblocking(False)
         try:
-            words = connection.recv(4096).split(None, 2)
-            target.note(words[1].decode() if len(words) > 1 else "closed", began_s)
-        except BlockingIOError:
-            target.note("held", began_s)
+            target.answered(connection, began_s, wait_s=0.0)
         except OSError:
             target.note("closed", began_s)
-
-
-ATTACKS = [
-    Attack("half heads", half_heads, HELD),
-    Attack("half bodies", half_bodies, HELD + " 401"),
-    Attack("cut bodies", cut_bodies, "left closed"),
-    Attack("leave", leave, "left closed"),
-    Attack("never read", never_read, "left closed", large=True),
-    Attack("pipelined", pipelined, "200 left closed"),
-    Attack("broken requests", broken_requests, "100 200 400 401 404 405 408 413 431 silent closed"),
-]

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.hostile.attacker import ATTACKS, Attack, Target
+
 Outputs = dict[str, Any]  # as `structured_outputs`
 
 
@@ -24,14 +26,9 @@ def terminal_chain(rng: random.Random) -> Outputs:
 
 def reference_chain(rng: random.Random) -> Outputs:
     n = rng.randrange(900, 1400)
-    form = rng.choice(
-        [
-            '{"$ref":"#/$defs/REF"}',
-            '{"items":{"$ref":"#/$defs/REF"}}',
-            '{"anyOf":[{"$ref":"#/$defs/REF"},{}]}',
-            '{"allOf":[{"$ref":"#/$defs/REF"},{"minItems":1}]}',
-        ]
-    )
+    reference = '{"$ref":"#/$defs/REF"}'
+    wraps = ["%s", '{"items":%s}', '{"anyOf":[%s,{}]}', '{"allOf":[%s,{"minItems":1}]}']
+    form = rng.choice(wraps) % reference
     links = ",".join(f'"{i:x}":{form.replace("REF", f"{i + 1:x}")}' for i in range(n))
     return {"json": f'{{"$defs":{{{links},"{n:x}":{{}}}},"$ref":"#/$defs/0"}}'}
 
@@ -39,10 +36,8 @@ def reference_chain(rng: random.Random) -> Outputs:
 def doubling_references(rng: random.Random) -> Outputs:
     """Return a chain of definitions, each of which refers to the next definition twice."""
     n, word = rng.randrange(20, 200), rng.choice(["allOf", "anyOf", "oneOf"])
-    link = {i: {"$ref": f"#/$defs/{i + 1}"} for i in range(n)}
-    defs: dict[str, Any] = {str(i): {word: [link[i], link[i]]} for i in range(n)}
-    defs[str(n)] = {"type": "string"}
-    return {"json": {"$defs": defs, "$ref": "#/$defs/0"}}
+    defs: dict[str, Any] = {str(i): {word: [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(n)}
+    return {"json": {"$defs": defs | {str(n): {"type": "string"}}, "$ref": "#/$defs/0"}}
 
 
 def optional_letters(rng: random.Random) -> Outputs:
@@ -57,16 +52,18 @@ def optional_letters(rng: random.Random) -> Outputs:
 def nested(rng: random.Random) -> Outputs:
     n = rng.choice([300, 3000, 30_000])
     short = min(n, 7000)  # nine characters a level
+    items = '{"items":' * short + "{}" + "}" * short
+    text = "(" * n + "%s" + ")" * n
     return rng.choice(
         [
-            {"regex": "(" * n + "a" + ")" * n},
-            {"grammar": "start: " + "(" * n + '"a"' + ")" * n},
+            {"regex": text % "a"},
+            {"grammar": "start: " + text % '"a"'},
             {"grammar": "start: " + "[" * n + '"a"' + "]" * n},
-            {"grammar": "start: /" + "(" * n + "a" + ")" * n + "/"},
-            {"grammar": "root ::= " + "(" * n + '"a"' + ")" * n},
+            {"grammar": "start: /" + text % "a" + "/"},
+            {"grammar": "root ::= " + text % '"a"'},
             {"grammar": "start: T\nT: " + "~" * n + "/a/"},
-            {"grammar": "start: %json " + '{"items":' * short + "{}" + "}" * short},
-            {"json": '{"items":' * short + "{}" + "}" * short},
+            {"grammar": "start: %json " + items},
+            {"json": items},
             {"json": '{"const":' + "[" * n + "]" * n + "}"},
         ]
     )
@@ -75,21 +72,15 @@ def nested(rng: random.Random) -> Outputs:
 def alternatives(rng: random.Random) -> Outputs:
     n = rng.randrange(1000, 7000)
     words = [str(i) for i in range(n)]
-    names = [f"{i:x}" for i in range(n)]
+    members: dict[str, Any] = {"type": "object", "properties": {f"{i:x}": {} for i in range(n)}}
     return rng.choice(
         [
             {"regex": "|".join("ab"[i % 2] * (i % 50 + 1) for i in range(n // 6))},
             {"choice": words},
             {"choice": ["a" * 60_000]},
             {"json": {"enum": words}},
-            {"json": {"type": "object", "properties": {name: {} for name in names}}},
-            {
-                "json": {
-                    "type": "object",
-                    "properties": {name: {} for name in names},
-                    "required": names,
-                }
-            },
+            {"json": members},
+            {"json": members | {"required": list(members["properties"])}},
             {"json": {"type": "array", "prefixItems": [{}] * n}},
         ]
     )
@@ -117,51 +108,48 @@ def repetitions(rng: random.Random) -> Outputs:
 def great_numbers(rng: random.Random) -> Outputs:
     """Return numbers that fit in 256 bits."""
     n = rng.choice([2**63, 2**64, 10**30, 2**256 - 1, 10**300, -(10**30)])
-    return rng.choice(
-        [
-            {"json": {"type": "integer", "maximum": n}},
-            {"json": {"type": "integer", "minimum": n}},
-            {"json": {"enum": [n, -n]}},
-            {"json": {"const": n}},
-            {"json": {"type": "number", "multipleOf": abs(n)}},
-            {"json": {"type": "string", "maxLength": abs(n)}},
-        ]
-    )
+    schemas: list[Outputs] = [{"type": "integer", "maximum": n}, {"type": "integer", "minimum": n}]
+    schemas += [{"enum": [n, -n]}, {"const": n}, {"type": "number", "multipleOf": abs(n)}]
+    return {"json": rng.choice([*schemas, {"type": "string", "maxLength": abs(n)}])}
 
 
 def broken(rng: random.Random) -> Outputs:
     letters = 'start: "/()[]{}|&~*+?.\\-^$%\n\x00é\U0001f600abc0123'
     text = "".join(rng.choices(letters, k=rng.randrange(1, 400)))
+    schemas = [text, {"type": text, "pattern": text}, {"$ref": "#"}]
     return rng.choice(
         [
-            {"regex": text},
-            {"grammar": text},
-            {"grammar": f"start: {text}"},
-            {"json": text},
-            {"json": {"type": text, "pattern": text}},
-            {"choice": [text, ""]},
-            {"regex": "(?<=a)b\\1(?R)"},
-            {"grammar": "start: start"},
-            {"json": {"$ref": "#"}},
-            {"json": {"$ref": "http://127.0.0.1:9/x.json"}},
+            *({"json": schema} for schema in (*schemas, {"$ref": "http://127.0.0.1:9/x.json"})),
+            *({"grammar": grammar} for grammar in (text, f"start: {text}", "start: start")),
+            *({"regex": text}, {"regex": "(?<=a)b\\1(?R)"}, {"choice": [text, ""]}),
         ]
     )
 
 
-KINDS: dict[str, Callable[[random.Random], Outputs]] = {
-    "grammar: rule chain": rule_chain,
-    "grammar: terminal chain": terminal_chain,
-    "grammar: reference chain": reference_chain,
-    "grammar: doubling references": doubling_references,
-    "grammar: optional letters": optional_letters,
-    "grammar: nested": nested,
-    "grammar: alternatives": alternatives,
-    "grammar: intersections": intersections,
-    "grammar: repetitions": repetitions,
-    "grammar: great numbers": great_numbers,
-    "grammar: broken": broken,
-}
-
-
 def _lines(n: int, form: str) -> str:
     return "".join(form.format(i=i, j=i + 1) + "\n" for i in range(n))
+
+
+def _send(make: Callable[[random.Random], Outputs]) -> Attack:
+    """Return an attack that sends a grammar in a field that accepts one."""
+
+    def run(target: Target) -> None:
+        outputs = make(target.rng)
+        schema = outputs.get("json")
+        if not isinstance(schema, dict) or target.rng.random() >= 0.4:
+            target.post({"prompt": "x", "max_tokens": 4, "structured_outputs": outputs})
+            return
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        fields = [{"response_format": shape}, {"tools": [tool], "tool_choice": "required"}]
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+        target.post(body | target.rng.choice(fields), "/v1/chat/completions")
+
+    return Attack(run, "200 400", large=False)
+
+
+for _make in (
+    *(rule_chain, terminal_chain, reference_chain, doubling_references, optional_letters, nested),
+    *(alternatives, intersections, repetitions, great_numbers, broken),
+):
+    ATTACKS[f"grammar: {_make.__name__.replace('_', ' ')}"] = _send(_make)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import signal
@@ -10,16 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
+
+from tests.hostile.attacker import HOST, HOSTILE_KEY
+from tests.server.http_client import Client, samples, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-HOST = "127.0.0.1"
-HONEST_KEY, HOSTILE_KEY = "honest", "hostile"
+HONEST_KEY = "honest"
 CALLS_PER_KEY = 16
 # Texts are guaranteed to be the same only if a row's bits do not depend on the batch.
 COMMAND = [
@@ -29,135 +29,90 @@ COMMAND = [
     *("--response-store-bytes", "8M"),  # a part of the memory that may grow
     *("--api-key", HONEST_KEY, "--api-key", HOSTILE_KEY),
 ]
-MIB = 2**20
 STOP_S = 20.0  # less than the grace time, for which the server waits if a call is never released
+HELD = (
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+    *("cbatch:queued_requests", "cbatch:queued_prompt_tokens", "cbatch:open_calls"),
+)
 
 
-class Memory(NamedTuple):
-    """Memory in bytes, each page divided among the processes that share it: of the serving process,
-    of the engine, and of all others together."""
-
-    server: int
-    engine: int
-    others: int
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def __str__(self) -> str:
-        parts = (f"{name} {value / MIB:.0f}" for name, value in self._asdict().items())
-        return f"{self.total / MIB:.0f} MiB ({', '.join(parts)})"
-
-
-class Kill(NamedTuple):
-    """A kill of an engine, and the time when the next engine was ready, by `time.monotonic`."""
-
-    killed_s: float
-    ready_s: float
-
-
-class Server:
-    """A running server."""
+class Server(Client):
+    """A running server, with an honest client's key."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.port, self._log = process, port, log
+        super().__init__(port, headers={"Authorization": f"Bearer {HONEST_KEY}"})
+        self.process, self._log = process, log
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def get(self, path: str) -> tuple[int, bytes]:
-        """Get a path. Raises `OSError` if no server listens."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=30)
-        with closing(connection):
-            connection.request("GET", path, headers={"Authorization": f"Bearer {HONEST_KEY}"})
-            response = connection.getresponse()
-            return response.status, response.read()
-
     def metrics(self) -> dict[str, float]:
         """Return metrics by name; labels other than the model's follow it, as in `name/value`."""
-        families = text_string_to_metric_families(self.get("/metrics")[1].decode())
         own = ("model_name", "engine")
         return {
             "/".join([each.name, *(v for k, v in each.labels.items() if k not in own)]): each.value
-            for family in families
-            for each in family.samples
+            for each in samples(self)
         }
 
     def held(self) -> dict[str, float]:
         """Return resources that calls use; empty if no call is open."""
         values = self.metrics()
-        names = [
-            "vllm:num_requests_running",
-            "vllm:num_requests_waiting",
-            "vllm:kv_cache_usage_perc",
-            "cbatch:queued_requests",
-            "cbatch:queued_prompt_tokens",
-            "cbatch:open_calls",
-        ]
-        return {name: values[name] for name in names if values[name]}
+        return {name: values[name] for name in HELD if values[name]}
 
     def children(self) -> list[int]:
+        """Return the pids of the children, the largest first: the engine."""
         pids: list[int] = []
-        for task in _look(lambda: os.listdir(f"/proc/{self.process.pid}/task")) or ():
-            path = Path(f"/proc/{self.process.pid}/task/{task}/children")
-            pids += map(int, (_look(path.read_text) or "").split())
-        return pids
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with suppress(OSError):
+                pids += map(int, (task / "children").read_text().split())
+        return sorted(pids, key=memory_bytes, reverse=True)
 
-    def engine_pid(self) -> int | None:
-        """Return the pid of the largest child, or None if there is no child."""
-        sizes = {pid: memory_bytes(pid) for pid in self.children()}
-        return max(sizes, key=sizes.__getitem__, default=None)
+    def memory(self) -> list[int]:
+        """Return the bytes of the serving process, of the engine, and of all others together."""
+        with suppress(FileNotFoundError):
+            engine, *others = [memory_bytes(pid) for pid in self.children()] or [0]
+            return [memory_bytes(self.process.pid), engine, sum(others)]
+        return [0, 0, 0]
 
-    def memory(self) -> Memory:
-        sizes = sorted(map(memory_bytes, self.children()), reverse=True) or [0]
-        return Memory(memory_bytes(self.process.pid), sizes[0], sum(sizes[1:]))
-
-    def kill_engine(self, limit_s: float = 60.0) -> Kill:
-        """Kill the engine and wait for another one."""
+    def kill_engine(self, limit_s: float = 60.0) -> tuple[float, float]:
+        """Kill the engine and wait for another one. Return the times of both."""
         before = self.metrics()["cbatch:engine_restarts_total"]
-        pid = self.engine_pid()
-        assert pid is not None, "there is no engine to kill"
-        os.kill(pid, signal.SIGKILL)
+        os.kill(self.children()[0], signal.SIGKILL)
         began_s = time.monotonic()
-        wait_until(
-            lambda: (
-                self.metrics()["cbatch:engine_restarts_total"] > before
-                and self.get("/ready")[0] == 200
-            ),
-            limit_s,
-            "a killed engine was not replaced",
-        )
-        return Kill(began_s, time.monotonic())
 
-    def kill_fork_server(self, serve_a_chat: Callable[[], Any]) -> Kill:
+        def is_ready() -> bool:
+            with self.open(None, "/ready") as response:
+                restarts = self.metrics()["cbatch:engine_restarts_total"]
+                return restarts > before and response.status == 200
+
+        wait_until(is_ready, limit_s)
+        return began_s, time.monotonic()
+
+    def kill_fork_server(self, serve_a_chat: Callable[[], Any]) -> tuple[float, float]:
         """Kill the fork server of the workers, while its idle workers live. The next is ready when
         `serve_a_chat` returns."""
-        lines = {pid: _look(Path(f"/proc/{pid}/cmdline").read_text) for pid in self.children()}
-        (pid,) = (pid for pid, line in lines.items() if "cbatch.workers.worker" in (line or ""))
-        os.kill(pid, signal.SIGKILL)
+        for pid in self.children():
+            with suppress(OSError):
+                if "cbatch.workers.worker" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
         began_s = time.monotonic()
         serve_a_chat()
-        return Kill(began_s, time.monotonic())
+        return began_s, time.monotonic()
 
     def stop(self) -> int | None:
         """Stop the server; return its exit status, or None if it did not end in time."""
         self.process.send_signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             return self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            return None
+        return None
 
-    def log(self) -> list[dict[str, Any]]:
-        """Return the log lines that are JSON; other lines are from a dying process."""
-        lines = self._log.read_bytes().splitlines()
-        return [msgspec.json.decode(line) for line in lines if line.startswith(b"{")]
-
-    def last_words(self) -> str:
-        """Return the log lines that the server did not write, but the interpreter or a library."""
+    def log(self) -> tuple[list[dict[str, Any]], str]:
+        """Return the log lines that are JSON, and the end of the others, which the interpreter or a
+        library of a dying process wrote."""
         lines = self._log.read_text(errors="replace").splitlines()
-        return "\n".join(line for line in lines if not line.startswith("{"))[-2000:]
+        others = "\n".join(line for line in lines if not line.startswith("{"))
+        return [msgspec.json.decode(line) for line in lines if line[:1] == "{"], others[-2000:]
 
 
 @contextmanager
@@ -170,37 +125,25 @@ def served(folder: Path) -> Iterator[Server]:
     ):
         try:
             pattern = re.compile(rf"serving .* on http://{re.escape(HOST)}:(\d+)/")
-            where: list[str] = []
 
-            def listening() -> bool:
+            def listens() -> bool:
                 assert process.poll() is None, path.read_text()
-                where[:] = pattern.findall(path.read_text())
-                return bool(where)
+                return pattern.search(path.read_text()) is not None
 
-            wait_until(listening, 120, "the server did not start")
-            yield Server(process, int(where[0]), path)
+            wait_until(listens, 120)
+            match = pattern.search(path.read_text())
+            assert match is not None
+            yield Server(process, int(match[1]), path)
         finally:
             if process.poll() is None:
                 process.kill()
 
 
 def memory_bytes(pid: int) -> int:
-    """Return the memory of a process, 0 if it has ended."""
-    rollup = _look(Path(f"/proc/{pid}/smaps_rollup").read_text) or ""
-    match = re.search(r"^Pss: +(\d+) kB", rollup, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float, why: str) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, why
-        time.sleep(0.05)
-
-
-def _look(read: Callable[[], Any]) -> Any:
-    """Read a file of a process; return None if it has just ended."""
-    try:
-        return read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
+    """Return the memory of a process, 0 if it has ended. A page is divided among the processes that
+    share it."""
+    with suppress(OSError):
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        match = re.search(r"^Pss: +(\d+) kB", rollup, re.MULTILINE)
+        return int(match[1]) * 1024 if match else 0
+    return 0

@@ -28,58 +28,39 @@ SIZES = {"num_blocks": 2048, "max_model_len": 512, "block_size": 4, "max_num_seq
 
 
 class MortalExecutor:
-    """An executor whose step takes `step_s`, in `parts`.
+    """The executor of a `SimFactory`, with real steps, pauses and deaths."""
 
-    It dies in a step with a request whose prompt begins with `poison` and that has at least `at`
-    output tokens. After 60 steps it pauses while the file `pause_file` exists.
-    """
-
-    def __init__(
-        self,
-        inner: SimExecutor,
-        step_s: float,
-        poison: int | None,
-        at: int,
-        death: str,
-        parts: int,
-        pause_file: str | None,
-    ) -> None:
-        self._pause_file, self._num_steps = pause_file, 0
-        self._inner, self._step_s, self._parts = inner, step_s, parts
+    def __init__(self, factory: SimFactory) -> None:
+        self._factory, self._inner, self._num_steps = factory, factory.executor(), 0
         self.progress = np.zeros(1, dtype=np.int64)
-        self.report_progress = self._report if parts > 1 else None
-        self._poison, self._at, self._death = poison, at, death
+        self.report_progress = self._report if factory.parts > 1 else None
         self._doomed: dict[int, int] = {}  # by slot: tokens that it may still emit
 
     def check(self, request: Request) -> None:
         self._inner.check(request)
 
     def run(self, plan: StepPlan) -> StepResult:
+        made, pause_file = self._factory, self._factory.pause_file
         self._num_steps += 1
-        while self._pause_file and self._num_steps > 60 and Path(self._pause_file).exists():
+        while pause_file and self._num_steps > 60 and Path(pause_file).exists():
             time.sleep(0.002)
         for admission in plan.deltas.new_sequences:
             self._doomed.pop(admission.slot, None)
-            if admission.tokens[0] == self._poison:
+            if admission.tokens[0] == made.poison:
                 emitted = len(admission.tokens) - admission.num_prompt_tokens
-                self._doomed[admission.slot] = self._at - emitted
-        for slot in plan.slots.tolist():
-            if self._doomed.get(slot, 1) <= 0:
-                self._die()
-        for _ in range(self._parts):
-            time.sleep(self._step_s / self._parts)
+                self._doomed[admission.slot] = made.poison_at - emitted
+        if any(self._doomed.get(slot, 1) <= 0 for slot in plan.slots.tolist()):
+            if made.death == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(made.parts):
+            time.sleep(made.step_s / made.parts)
             self.progress += 1
         result = self._inner.run(plan)
         for row, slot in enumerate(plan.slots.tolist()):
             if slot in self._doomed:
-                emitted = int(result.row_splits[row + 1] - result.row_splits[row])
-                self._doomed[slot] -= emitted
+                self._doomed[slot] -= int(result.row_splits[row + 1] - result.row_splits[row])
         return result
-
-    def _die(self) -> None:
-        if self._death == "exit":
-            os._exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def reset(self) -> None:
         self._inner.reset()
@@ -110,8 +91,8 @@ class SimFactory(msgspec.Struct, frozen=True):
     """Parameters of an engine.
 
     `step_s` is in real seconds. A request whose prompt begins with `poison` kills the engine in a
-    step, with `unreadable` when it is added. `once` is a file that the engine creates when it
-    starts; the start fails if the file exists.
+    step if it has at least `poison_at` output tokens, with `unreadable` when it is added. `once` is
+    a file that the engine creates when it starts; the start fails if the file exists.
     """
 
     lookahead: str = "fixed:3"
@@ -126,7 +107,7 @@ class SimFactory(msgspec.Struct, frozen=True):
     sizes: dict[str, Any] = {}
     record: str | None = None
     once: str | None = None
-    pause_file: str | None = None  # a file; while it exists, a request gets at most 240 tokens
+    pause_file: str | None = None  # a file; while it exists, step 60 is the last
 
     def config(self) -> Any:
         sizes = SIZES | self.sizes
@@ -143,18 +124,7 @@ class SimFactory(msgspec.Struct, frozen=True):
         recorder = None if self.record is None else StepRecorder(self.record)
         scheduler = MortalScheduler(self.config(), recorder)
         scheduler.dies_of = self.unreadable
-        executor: Any = self.executor()
-        if not self.depth:
-            death = self.death
-            executor = MortalExecutor(
-                executor,
-                self.step_s,
-                self.poison,
-                self.poison_at,
-                death,
-                self.parts,
-                self.pause_file,
-            )
+        executor: Any = self.executor() if self.depth else MortalExecutor(self)
         core = EngineCore(
             scheduler,
             executor,

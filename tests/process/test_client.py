@@ -8,11 +8,11 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -30,6 +30,8 @@ from tests.process.watching import (
     kill_mid_stream,
     running,
 )
+from tests.server.processes import server_process
+from tests.server.sim_server import Settings
 
 NUM_STREAMS = 32
 SLOW = SimFactory(step_s=0.004)
@@ -55,7 +57,7 @@ async def kill_rounds(rounds: int, max_tokens: int, seed: int) -> None:
 
 
 def test_streams_survive_kills_in_the_middle_unchanged() -> None:
-    asyncio.run(kill_rounds(3, max_tokens=240, seed=1))
+    asyncio.run(kill_rounds(2, max_tokens=180, seed=1))
 
 
 @pytest.mark.statistics
@@ -92,24 +94,43 @@ def in_flight(client: EngineClient) -> int:
     return len(link.journal.read()) if client.up and link else 0
 
 
-def test_a_poison_request_ends_only_itself() -> None:
-    factory = SimFactory(step_s=0.01, poison=7, poison_at=9, death="kill")
+POISONS = {
+    "in a step": (
+        SimFactory(step_s=0.01, poison=7, poison_at=9),
+        make_request("poison", [7, 1, 2], max_tokens=40),
+    ),
+    "while it is decoded, and in no step yet": (
+        SimFactory(step_s=0.01, unreadable=999),
+        make_request("poison", [999, 1]),
+    ),
+    "while its grammar is compiled, and in no step yet": (
+        SLOW,
+        make_request("poison", structured_outputs=StructuredOutputs(regex="deadly")),
+    ),
+}
+
+
+@pytest.mark.parametrize("when", POISONS)
+def test_a_poison_request_ends_only_itself(when: str) -> None:
+    factory, request = POISONS[when]
 
     async def scene() -> None:
         async with running(factory) as client:
-            watched = watch(client, 40, count=6)
-            poison = Watched(client, make_request("poison", [7, 1, 2], max_tokens=40))
+            watched = watch(client, 80, count=4)
+            if when != "in a step":
+                while not all(each.streaming for each in watched):
+                    await asyncio.sleep(0.001)
+            poison = Watched(client, request)
             await all_over([*watched, poison])
             assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
-            # A step that began at 8 tokens may have yielded four more.
-            assert 4 <= len(poison.tokens) <= 12, "it was not served until it died"
-            # Steps whose results were lost with the engine run again, and a new token clears the
-            # request.
-            deaths = client.num_starts - poison.last_start
-            assert deaths <= 4, "more than two strikes and two deaths alone"
-            after = Watched(client, make_request("after", max_tokens=10))
-            await all_over([after])
-        assert_undisturbed([*watched, after], factory)
+            if when == "in a step":
+                # A step that began at 8 tokens may have yielded four more.
+                assert 4 <= len(poison.tokens) <= 12, "it was not served until it died"
+                # Steps whose results were lost with the engine run again, and a new token clears
+                # the request.
+                deaths = client.num_starts - poison.last_start
+                assert deaths <= 4, "more than two strikes and two deaths alone"
+        assert_undisturbed(watched, factory)
 
     asyncio.run(scene())
 
@@ -132,42 +153,30 @@ def test_a_hung_engine_is_killed_and_its_requests_continue() -> None:
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("parts", [1, 10])
-def test_a_long_step_with_progress_does_not_count_as_hung(parts: int) -> None:
+def test_a_long_step_with_progress_does_not_count_as_hung() -> None:
     """A prefill chunk of a large model on a slow processor takes minutes, in many parts."""
-    factory = SimFactory(step_s=5.0, parts=parts, lookahead="off")
+    factory = SimFactory(step_s=5.0, parts=10, lookahead="off")
 
     async def scene() -> None:
         async with running(factory, hang_timeout_s=2.0) as client:
             watched = Watched(client, make_request("long", max_tokens=1))
-            if parts > 1:
-                await all_over([watched])
-                assert client.num_starts == 1
-                assert_undisturbed([watched], factory)
-            while client.num_starts == (parts == 1):  # a step without progress is killed
-                await asyncio.sleep(0.01)
+            await all_over([watched])
+            assert client.num_starts == 1
+            assert_undisturbed([watched], factory)
 
     asyncio.run(scene())
 
 
-def test_cancel_and_finish_free_all_resources() -> None:
-    async def scene() -> None:
-        async with running(SLOW) as client:
-            watched = watch(client, 100, count=10)
-            while not all(each.streaming for each in watched):
-                await asyncio.sleep(0.001)
-            for request in watched[:5]:
-                client.cancel(request)
-            for request in watched[5:]:
-                client.finish(request, keep_tokens=1)
-            counts = [len(each.tokens) for each in watched]
-            while client.stats is None or client.stats.num_running:
-                await asyncio.sleep(0.001)
-            assert [len(each.tokens) for each in watched] == counts, "called after the end"
-            assert client.num_open == 0
-            assert client.stats.free_blocks + client.stats.cached_blocks == client.stats.num_blocks
-
-    asyncio.run(scene())
+def test_an_engine_does_not_outlive_its_owner() -> None:
+    with server_process(Settings(SimFactory(), grace_s=0)) as (owner, _):
+        (task,) = Path(f"/proc/{owner.pid}/task/{owner.pid}").glob("children")
+        engines = [Path(f"/proc/{pid}/stat") for pid in task.read_text().split()]
+        assert engines
+        owner.kill()
+        deadline_s = time.monotonic() + 120
+        while any(each.exists() and ") Z " not in each.read_text() for each in engines):
+            assert time.monotonic() < deadline_s, "the engine still runs"
+            time.sleep(0.02)
 
 
 def test_a_failed_start_reports_its_reason() -> None:
@@ -179,45 +188,6 @@ def test_a_failed_start_reports_its_reason() -> None:
         asyncio.run(scene(True))
     with pytest.raises(EngineStartError, match="no such device"):
         asyncio.run(scene(False))
-
-
-ORPHAN = """
-import asyncio
-from tests.process.factories import SimFactory
-from tests.process.watching import running
-
-async def scene():
-    async with running(SimFactory()) as client:
-        print(client.pid, flush=True)
-        await asyncio.sleep(60)
-
-if __name__ == "__main__":
-    asyncio.run(scene())
-"""
-
-
-def test_an_engine_does_not_outlive_its_owner(tmp_path: Path) -> None:
-    script = tmp_path / "orphan.py"
-    script.write_text(ORPHAN)
-    root = Path(__file__).parent.parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    with subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        pid = int(owner.stdout.readline())
-        owner.kill()
-    deadline_s = time.monotonic() + 120
-    while lives(pid):
-        assert time.monotonic() < deadline_s, "the engine still runs"
-        time.sleep(0.02)
-
-
-def lives(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_many_poison_calls_at_once_end_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,38 +230,77 @@ def test_an_engine_that_dies_at_every_request_is_given_up(monkeypatch: pytest.Mo
     asyncio.run(scene())
 
 
-def test_a_request_that_is_being_decoded_is_a_suspect() -> None:
-    """The engine dies while it adds a request that is in no step yet."""
-    factory = SimFactory(step_s=0.004, unreadable=999)
-
-    async def scene() -> None:
-        async with running(factory) as client:
-            watched = watch(client, 200, count=4)
-            while not all(each.streaming for each in watched):
-                await asyncio.sleep(0.001)
-            poison = Watched(client, make_request("poison", [999, 1]))
-            await all_over([*watched, poison])
-            assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
-        assert_undisturbed(watched, factory)
-
-    asyncio.run(scene())
-
-
-def test_a_request_whose_grammar_is_being_compiled_is_a_suspect() -> None:
-    """The request has been decoded, and is in no step yet."""
-    deadly = StructuredOutputs(regex="deadly")
+def test_a_request_that_cannot_be_encoded_ends_only_itself() -> None:
+    """The encoding fails when it is added, or when it is sent to a new engine."""
+    unsendable = make_request("unsendable", [2**70, 1], max_tokens=9)
 
     async def scene() -> None:
         async with running(SLOW) as client:
-            watched = watch(client, 200, count=4)
+            watched = watch(client, 120, count=4)
+            with pytest.raises(OverflowError):
+                Watched(client, unsendable)
+            assert client.num_open == 4
             while not all(each.streaming for each in watched):
                 await asyncio.sleep(0.001)
-            poison = Watched(client, make_request("poison", structured_outputs=deadly))
-            await all_over([*watched, poison])
-            assert_ended_by(poison, FinishReason.ERROR, "dies whenever it runs this request")
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            while client.up:
+                await asyncio.sleep(0.001)
+            late = Watched(client, unsendable)  # it is not sent yet
+            await all_over([*watched, late])
+            assert isinstance(late.failed, OverflowError) and client.num_starts == 2
         assert_undisturbed(watched, SLOW)
 
     asyncio.run(scene())
+
+
+# ---- an engine that nothing kills ----------------------------------------------------------------
+
+
+class Calm(NamedTuple):
+    """An engine that all tests below share, and the event loop of its client."""
+
+    runner: asyncio.Runner
+    client: EngineClient
+
+    def run(self, scene: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
+        async def both() -> None:
+            await scene(self.client)
+            self.client.stats = None
+            while self.client.stats is None or self.client.stats.num_running:
+                await asyncio.sleep(0.001)
+
+        self.runner.run(both())
+        stats = self.client.stats
+        assert stats is not None and self.client.num_open == 0
+        assert self.client.num_starts == 1 and self.client.down is None
+        assert stats.free_blocks + stats.cached_blocks == stats.num_blocks
+
+
+@pytest.fixture(scope="module")
+def calm() -> Iterator[Calm]:
+    with asyncio.Runner() as runner:
+        context = running(SLOW)
+        yield Calm(runner, runner.run(context.__aenter__()))
+        runner.run(context.__aexit__(None, None, None))
+
+
+def test_cancel_and_finish_free_all_resources(calm: Calm) -> None:
+    async def scene(client: EngineClient) -> None:
+        watched = watch(client, 100, count=10)
+        while not all(each.streaming for each in watched):
+            await asyncio.sleep(0.001)
+        for request in watched[:5]:
+            client.cancel(request)
+        for request in watched[5:]:
+            client.finish(request, keep_tokens=1)
+        counts = [len(each.tokens) for each in watched]
+        client.stats = None
+        while client.stats is None or client.stats.num_running:
+            await asyncio.sleep(0.001)
+        assert [len(each.tokens) for each in watched] == counts, "called after the end"
+
+    calm.run(scene)
 
 
 class Unlucky(Watched):
@@ -318,61 +327,31 @@ class Unlucky(Watched):
     ],
 )
 def test_an_exception_of_a_handler_ends_only_its_own_request(
-    hooks: tuple[str, ...], refused: bool
+    calm: Calm, hooks: tuple[str, ...], refused: bool
 ) -> None:
     """A rejected request ends without tokens."""
 
-    async def scene() -> None:
-        async with running(SLOW) as client:
-            watched = watch(client, 60, count=4)
-            prompt = [10**6] if refused else 8
-            unlucky = Unlucky(client, make_request("unlucky", prompt, max_tokens=50), hooks)
-            await all_over(watched)
-            assert tuple(unlucky.raised) == hooks, "once each, and nothing followed"
-            assert "on_failed" in hooks or isinstance(unlucky.failed, OverflowError)
-            while client.stats is None or client.stats.num_running:
-                await asyncio.sleep(0.001)
-            assert client.num_open == 0 and client.num_starts == 1 and client.down is None
+    async def scene(client: EngineClient) -> None:
+        watched = watch(client, 40, count=4)
+        prompt = [10**6] if refused else 8
+        unlucky = Unlucky(client, make_request("unlucky", prompt, max_tokens=30), hooks)
+        await all_over(watched)
+        assert tuple(unlucky.raised) == hooks, "once each, and nothing followed"
+        assert "on_failed" in hooks or isinstance(unlucky.failed, OverflowError)
         assert_undisturbed(watched, SLOW)
 
-    asyncio.run(scene())
+    calm.run(scene)
 
 
-def test_exceptions_of_observers_stop_nothing() -> None:
+def test_exceptions_of_observers_stop_nothing(calm: Calm, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise OverflowError("on purpose")
 
-    async def scene() -> None:
-        async with running(SLOW) as client:
-            client.on_step = fail
-            client.watch(fail)
-            watched = watch(client, 60, count=4)
-            await all_over(watched)
-            assert client.num_starts == 1
+    async def scene(client: EngineClient) -> None:
+        monkeypatch.setattr(client, "on_step", fail)
+        client.watch(fail)
+        watched = watch(client, 40, count=4)
+        await all_over(watched)
         assert_undisturbed(watched, SLOW)
 
-    asyncio.run(scene())
-
-
-def test_a_request_that_cannot_be_encoded_ends_only_itself() -> None:
-    """The encoding fails when it is added, or when it is sent to a new engine."""
-    unsendable = make_request("unsendable", [2**70, 1], max_tokens=9)
-
-    async def scene() -> None:
-        async with running(SLOW) as client:
-            watched = watch(client, 120, count=4)
-            with pytest.raises(OverflowError):
-                Watched(client, unsendable)
-            assert client.num_open == 4
-            while not all(each.streaming for each in watched):
-                await asyncio.sleep(0.001)
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            while client.up:
-                await asyncio.sleep(0.001)
-            late = Watched(client, unsendable)  # it is not sent yet
-            await all_over([*watched, late])
-            assert isinstance(late.failed, OverflowError) and client.num_starts == 2
-        assert_undisturbed(watched, SLOW)
-
-    asyncio.run(scene())
+    calm.run(scene)

@@ -99,14 +99,13 @@ def test_the_number_of_kept_grammars_is_limited(monkeypatch: pytest.MonkeyPatch)
     assert set(ready(grammar_queue, 1)) == {"d"}, "a compiled grammar is shared"
 
 
-@pytest.mark.parametrize("num_others", [1, 3])
-def test_one_owner_leaves_grammars_for_others(num_others: int) -> None:
+def test_one_owner_leaves_grammars_for_others() -> None:
     grammars: Any = SlowGrammars()
     grammars.release.set()
     grammar_queue = GrammarQueue(grammars, lambda _: None)
     for i in range(2 * queue_module.MAX_GRAMMARS):
         grammar_queue.enter(structs.replace(asking(f"a{i}", f"a{i}"), owner="a"), ())
-    others = [f"other {i}" for i in range(num_others)]
+    others = [f"other {i}" for i in range(3)]
     for name in others:
         grammar_queue.enter(structs.replace(asking(name, name), owner=name), ())
     deadline_s, waiting = time.monotonic() + 30, {*others, "a0"}

@@ -34,16 +34,18 @@ def busy(**options: Any) -> tuple[Engine, Monitor]:
 
 
 def test_snapshots_have_the_steps_unchanged() -> None:
+    """The executor may use its arrays again after a step."""
     engine, monitor = busy()
     totals = engine.scheduler.stats
     shown: list[StepSnapshot] = []
-    num_steps = 0
     while engine.scheduler.has_work:
         step(engine, monitor)
+        assert engine.core.loop.last is not None
+        engine.core.loop.last[1].num_accepted[:] = 99
         steps, number = monitor.take_steps()
+        assert number == len(steps) == 1
         shown += steps
-        num_steps += number
-    assert num_steps == len(shown) == totals.steps
+    assert len(shown) == totals.steps
     assert sum(sum(each.drafted) for each in shown) == totals.drafted_tokens > 50
     assert sum(sum(each.accepted) for each in shown) == totals.accepted_tokens > 20
     first, *others = shown
@@ -51,32 +53,21 @@ def test_snapshots_have_the_steps_unchanged() -> None:
     assert all(set(each.chunk) == {1} for each in others)
 
 
-def test_snapshots_have_the_running_requests() -> None:
-    engine, monitor = busy()
+@pytest.mark.parametrize("lookahead", ["ema:4", "off", "fixed:3"])
+def test_snapshots_have_the_running_requests(lookahead: str) -> None:
+    engine, monitor = busy(lookahead=lookahead)
     for _ in range(6):
         step(engine, monitor)
-    table = engine.scheduler.state.table
+    state = engine.scheduler.state
     rows = monitor.rows()
     assert [row.slot for row in rows] == [0, 1, 2, 3]
     for row in rows:
-        owner = engine.scheduler.state.owners[row.slot]
+        owner = state.owners[row.slot]
         assert owner is not None and row.request_id == owner.request.request_id
-        assert (row.prompt_tokens, row.tokens, row.num_uncomputed_tokens) == (
-            4,
-            table.num_tokens[row.slot],
-            1,
-        )
-        slots = np.array([row.slot])
-        assert [row.estimated_acceptance] == engine.scheduler.state.policy.estimated_acceptance(
-            slots
-        )
-
-
-@pytest.mark.parametrize("lookahead", ["off", "fixed:3"])
-def test_no_acceptance_is_shown_without_an_estimate(lookahead: str) -> None:
-    engine, monitor = busy(lookahead=lookahead)
-    step(engine, monitor)
-    assert [row.estimated_acceptance for row in monitor.rows()] == [None] * 4
+        tokens = (row.prompt_tokens, row.tokens, row.num_uncomputed_tokens)
+        assert tokens == (4, state.table.num_tokens[row.slot], 1)
+        estimate = state.policy.estimated_acceptance(np.array([row.slot]))
+        assert [row.estimated_acceptance] == (estimate if lookahead == "ema:4" else [None])
 
 
 def test_snapshots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,17 +82,6 @@ def test_snapshots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(each.slots) == 3 for each in steps) and len(monitor.rows()) == 3
     assert len(monitor.blocks().used) <= 5
     assert monitor.take_steps() == ((), 0)
-
-
-def test_an_executor_may_use_its_arrays_again() -> None:
-    engine, monitor = busy()
-    for _ in range(3):
-        commit = step(engine, monitor)
-    accepted = commit.num_accepted.tolist()
-    assert engine.core.loop.last is not None and any(accepted)
-    _, result, _ = engine.core.loop.last
-    result.num_accepted[:] = 99
-    assert monitor.take_steps()[0][-1].accepted == accepted
 
 
 def test_rows_that_ended_before_the_commit_are_not_shown() -> None:

@@ -24,8 +24,14 @@ from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, rejection_verify
-from tests.runtime.engines import RecordingExecutor, Run, admission, make_request, run_engine
-from tests.runtime.engines import tiny_model
+from tests.runtime.engines import (
+    RecordingExecutor,
+    Run,
+    admission,
+    make_request,
+    run_engine,
+    tiny_model,
+)
 from tests.runtime.test_drafter import CheckedDraftModel
 from tests.runtime.test_statistics import FILTERS, Z_BOUND, sample, z_against
 

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.engine.engine import Engine
@@ -51,16 +52,18 @@ def events_of(response: http.client.HTTPResponse) -> list[dict[str, Any]]:
 
 
 class Client:
-    """A client that opens a connection for each call. `server` and `loop` are set if the server
-    runs in a thread."""
+    """A client that opens a connection for each call, with `headers`. `server` and `loop` are set
+    if the server runs in a thread."""
 
     def __init__(
         self,
         port: int,
         server: uvicorn.Server | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self.port, self.server, self._loop = port, server, loop
+        self._headers = JSON | (headers or {})
 
     @property
     def num_connections(self) -> int:
@@ -119,7 +122,7 @@ class Client:
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
         method = "GET" if raw is None else "POST"
         with closing(connection):
-            connection.request(method, path, raw, JSON | (headers or {}))
+            connection.request(method, path, raw, self._headers | (headers or {}))
             yield connection
 
 
@@ -230,16 +233,19 @@ def open_request(prompt: tuple[int, ...] = (1,), *, n: int = 1, seed: int = 1) -
     return opened
 
 
-def sample(client: Client, name: str, **labels: str) -> float:
-    """Return a sample of `/metrics`."""
+def samples(client: Client) -> list[Sample]:
+    """Return all samples of `/metrics`."""
     with client.open(None, "/metrics") as response:
         assert response.getheader("content-type", "").startswith("text/plain")
-        page = response.read().decode()
-    for family in text_string_to_metric_families(page):
-        for entry in family.samples:
-            if entry.name == name and labels.items() <= entry.labels.items():
-                assert family.type == "unknown" or entry.labels.get("model_name") == MODEL
-                return entry.value
+        families = text_string_to_metric_families(response.read().decode())
+    return [entry for family in families for entry in family.samples]
+
+
+def sample(client: Client, name: str, **labels: str) -> float:
+    """Return a sample of `/metrics`."""
+    for entry in samples(client):
+        if entry.name == name and labels.items() <= entry.labels.items():
+            return entry.value
     raise AssertionError(f"{name} {labels} is not there")
 
 

@@ -4,17 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import io
 import itertools
 import json
 import socket
+import time
 from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
-
-from tests.server.processes import call
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar, cast
 
 BODY = {"prompt": "def add(a, b):", "max_tokens": 4, "temperature": 0}
 LIMIT_S = 60  # a test that waits for longer has failed
 T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """An answer. `events` are the decoded data lines of a stream without the last; `took_s` is the
+    time to its end."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    took_s: float
+
+    @property
+    def events(self) -> list[Any]:
+        lines = [line for line in self.body.split(b"\n\n") if line.startswith(b"data: ")]
+        assert lines[-1] == b"data: [DONE]"
+        return [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+
+    @property
+    def text(self) -> str:
+        assert self.status == 200, self.body
+        return "".join(c["text"] for event in self.events for c in event["choices"])
+
+
+async def call(port: int, body: dict[str, Any], *, leave_after_bytes: int | None = None) -> Answer:
+    """Make one call on a new connection; it may disconnect in the middle of the response."""
+    begin_s = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(post(body, b"connection: close"))
+    try:
+        if leave_after_bytes is not None:
+            partly = await reader.readexactly(leave_after_bytes)
+            return Answer(0, {}, partly, time.monotonic() - begin_s)
+        raw = await reader.read()
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    took_s = time.monotonic() - begin_s
+    source = SimpleNamespace(makefile=lambda _: io.BytesIO(raw))
+    response = http.client.HTTPResponse(cast(socket.socket, source))
+    response.begin()
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    return Answer(response.status, headers, response.read(), took_s)
 
 
 def post(

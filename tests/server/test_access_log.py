@@ -16,6 +16,7 @@ from cbatch.server.http.keys import KeyRing
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.logs import JsonLines, PlainLines, fields
 from tests.server.http_client import CHAT, Client, serving, wait_until
+from tests.server.raw_calls import post as post_bytes
 from tests.server.test_app import SlowEngine
 from tests.toy_engine import TOKENIZER, make_engine
 
@@ -58,32 +59,37 @@ def post(client: Client, body: Any, path: str = "/v1/completions", **headers: st
         response.read()
 
 
-def test_each_call_is_logged_and_probes_are_not(lines: Lines) -> None:
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
     with serving(make_engine(lookahead="fixed:3"), keys=KeyRing(["first"])) as client:
-        for path in ("/health", "/ready", "/metrics"):
-            post(client, None, path)
-        post(client, None, "/v1/models")
-        post(client, BODY | {"n": 2}, **{"x-request-id": "mine-1"})
-        line = lines.last(1)
-        assert line["level"] == "info" and line["message"] == "request"
-        assert line["request_id"] == "mine-1" and line["id"].startswith("cmpl-")
-        assert (line["path"], line["status"]) == ("/v1/completions", 200)
-        assert line["prompt_tokens"] == len(TOKENIZER.encode(SECRET))
-        assert line["output_tokens"] == 40 and line["finish_reason"] == "length"
-        assert 0 < line["ttft_s"] <= line["e2e_s"] < 60 and 0 < line["acceptance"] <= 1
-        assert line["stream"] is False and len(line["key"]) == 8 and "error" not in line
-        post(client, BODY | {"stream": True, "stop": "a"})
-        assert lines.last(2)["stream"] is True and lines.last(2)["status"] == 200
-        post(client, BODY | {"temperature": SECRET}, **{"x-request-id": "bad"})
-        line = lines.last(3)
-        assert (line["status"], line["request_id"]) == (400, "bad")
-        assert line["error"] == "FieldError temperature" and "output_tokens" in line
-        with client.open(BODY, headers={"Authorization": "Bearer other"}):
-            pass
-        line = lines.last(4)
-        assert line["status"] == 401 and "key" not in line and "output_tokens" not in line
-        post(client, {"messages": [{"role": "user", "content": SECRET}]}, CHAT)
-        assert lines.last(5)["error"] == "FieldError messages"
+        yield client
+
+
+def test_each_call_is_logged_and_probes_are_not(lines: Lines, client: Client) -> None:
+    for path in ("/health", "/ready", "/metrics"):
+        post(client, None, path)
+    post(client, None, "/v1/models")
+    post(client, BODY | {"n": 2}, **{"x-request-id": "mine-1"})
+    line = lines.last(1)
+    assert line["level"] == "info" and line["message"] == "request"
+    assert line["request_id"] == "mine-1" and line["id"].startswith("cmpl-")
+    assert (line["path"], line["status"]) == ("/v1/completions", 200)
+    assert line["prompt_tokens"] == len(TOKENIZER.encode(SECRET))
+    assert line["output_tokens"] == 40 and line["finish_reason"] == "length"
+    assert 0 < line["ttft_s"] <= line["e2e_s"] < 60 and 0 < line["acceptance"] <= 1
+    assert line["stream"] is False and len(line["key"]) == 8 and "error" not in line
+    post(client, BODY | {"stream": True, "stop": "a"})
+    assert lines.last(2)["stream"] is True and lines.last(2)["status"] == 200
+    post(client, BODY | {"temperature": SECRET}, **{"x-request-id": "bad"})
+    line = lines.last(3)
+    assert (line["status"], line["request_id"]) == (400, "bad")
+    assert line["error"] == "FieldError temperature" and "output_tokens" in line
+    with client.open(BODY, headers={"Authorization": "Bearer other"}):
+        pass
+    line = lines.last(4)
+    assert line["status"] == 401 and "key" not in line and "output_tokens" not in line
+    post(client, {"messages": [{"role": "user", "content": SECRET}]}, CHAT)
+    assert lines.last(5)["error"] == "FieldError messages"
     assert not any("secret" in line or "first" in line for line in lines.raw)
 
 
@@ -105,13 +111,11 @@ def test_the_cause_of_an_aborted_call_is_logged(
         assert line["output_tokens"] > 0
 
 
-def test_a_client_that_disconnects_is_not_logged_as_a_failure(lines: Lines) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with serving(make_engine()) as client:
-        with socket.create_connection(("127.0.0.1", client.port)) as left:
-            left.sendall(head + b'content-length: 999\r\n\r\n{"prompt": "')
-        line = lines.last(1)
-        assert (line["status"], line["error"]) == (499, "ClientGoneError")
+def test_a_client_that_disconnects_is_not_logged_as_a_failure(lines: Lines, client: Client) -> None:
+    with socket.create_connection(("127.0.0.1", client.port)) as left:
+        left.sendall(post_bytes(b'{"prompt": "', b"authorization: Bearer first", num_bytes=999))
+    line = lines.last(1)
+    assert (line["status"], line["error"]) == (499, "ClientGoneError")
 
 
 HOSTILE = {
@@ -158,30 +162,28 @@ def test_no_value_breaks_a_log_line(text: str) -> None:
 
 
 def test_a_client_cannot_write_controls_into_the_log(
-    lines: Lines, monkeypatch: pytest.MonkeyPatch
+    lines: Lines, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = PlainLines()
     monkeypatch.setattr(lines, "emit", lambda record: lines.raw.append(plain.format(record)))
-    with serving(make_engine(), keys=KeyRing(["first"])) as client:
-        for text in HOSTILE.values():
-            path, own_id = f"/v1/{quote(text)}", text.encode().strip(b"\r\n")
-            post(client, None, path)
-            post(client, BODY, path)
-            post(client, {text: "\ud800"})
-            post(client, BODY | {"model": text, text: 1})
-            with client.open(BODY, headers={"x-request-id": own_id}):
-                pass
-        wait_until(lambda: len(lines.raw) >= 4 * len(HOSTILE))
-        monkeypatch.setattr(KeyRing, "find", lambda *_: 1 / 0)
-        for text in HOSTILE.values():  # an internal error is logged with the path
-            post(client, None, f"/v1/{quote(text)}")
+    for text in HOSTILE.values():
+        path, own_id = f"/v1/{quote(text)}", text.encode().strip(b"\r\n")
+        post(client, None, path)
+        post(client, BODY, path)
+        post(client, {text: "\ud800"})
+        post(client, BODY | {"model": text, text: 1})
+        with client.open(BODY, headers={"x-request-id": own_id}):
+            pass
+    wait_until(lambda: len(lines.raw) >= 4 * len(HOSTILE))
+    monkeypatch.setattr(KeyRing, "find", lambda *_: 1 / 0)
+    for text in HOSTILE.values():  # an internal error is logged with the path
+        post(client, None, f"/v1/{quote(text)}")
     assert sum("division by zero" in line for line in lines.raw) == len(HOSTILE)
     assert all(map(is_safe, lines.raw)), lines.raw
     starts = [line for record in lines.raw for line in record.split("\n") if line[:1] != " "]
     assert len(starts) == len(lines.raw), "no line but the first of a record begins as one"
 
 
-def test_a_long_name_of_a_field_is_cut_in_the_log(lines: Lines) -> None:
-    with serving(make_engine()) as client:
-        post(client, {"x" * 10_000: "\ud800"})
+def test_a_long_name_of_a_field_is_cut_in_the_log(lines: Lines, client: Client) -> None:
+    post(client, {"x" * 10_000: "\ud800"})
     assert lines.last(1)["error"].startswith("FieldError xxx") and len(lines.raw[0]) < 1000

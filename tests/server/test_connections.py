@@ -91,21 +91,6 @@ def test_a_silent_connection_is_closed(client: Client) -> None:
     assert run(during_honest_calls(client.port, exchange(client.port, b""))) == b""
 
 
-def test_the_server_does_not_wait_for_the_rest_of_a_rejected_call() -> None:
-    with serving(make_engine(), keys=KeyRing(["a"]), connections=SHORT) as client:
-
-        async def scene() -> None:
-            reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-            writer.write(post(BODY, num_bytes=10**6))
-            assert b"401" in await reader.readuntil(b"}}")
-            while client.num_connections:
-                writer.write(b"a")
-                await asyncio.sleep(0.03)
-            writer.close()
-
-        run(scene())
-
-
 def test_a_partial_pipelined_request_does_not_end_the_answer_before_it(client: Client) -> None:
     """The time limit of a partial pipelined request begins after the response to the one before
     it."""
@@ -115,15 +100,24 @@ def test_a_partial_pipelined_request_does_not_end_the_answer_before_it(client: C
     assert b"data: [DONE]\n\n" in answers and answers.count(b"data: ") > 1000
 
 
-def test_a_slow_body_frees_its_keys_place() -> None:
+def test_a_rejected_call_is_not_read_and_a_slow_body_frees_its_keys_place() -> None:
     keys = KeyRing(["a"], max_requests_per_key=1)
-    key = {"Authorization": "Bearer a"}
-    begin = post(BODY, b"authorization: Bearer a", num_bytes=10**6)
+
+    async def scene(client: Client) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(post(BODY, num_bytes=10**6))
+        assert b"401" in await reader.readuntil(b"}}")
+        while client.num_connections:
+            writer.write(b"a")
+            await asyncio.sleep(0.03)
+        writer.close()
+        begin = post(BODY, b"authorization: Bearer a", num_bytes=10**6)
+        assert statuses(await trickle(client.port, begin)) == [408]
+
     with serving(make_engine(), keys=keys, connections=SHORT) as client:
-        answers = run(trickle(client.port, begin))
-        assert statuses(answers) == [408]
-        with client.open(BODY, headers=key) as response:
-            assert response.status == 200
+        run(scene(client))
+        assert answered(client, "Bearer a")
+        assert statuses(run(expecting(client))) == [401], "before the body"
 
 
 # ---- answers that no client reads ----------------------------------------------------------------
@@ -141,15 +135,16 @@ DEAF = {
 LONG_CONTEXT = {"max_model_len": 2**19, "num_blocks": 8192}
 
 
-@pytest.mark.parametrize("what", DEAF)
-def test_a_client_that_does_not_read_is_disconnected(what: str) -> None:
+def test_a_client_that_does_not_read_is_disconnected() -> None:
     """Its request has already ended: it was aborted as unread, or it was complete."""
     engine = make_engine(**LONG_CONTEXT)
-    with serving(engine, connections=SHORT) as client, deaf(client.port, DEAF[what]):
-        wait_until(lambda: client.num_connections == 1)
-        assert run(call(client.port, BODY)).status == 200
-        wait_until(lambda: client.num_connections == 0)
-        wait_until(lambda: engine.scheduler.num_running == 0)
+    with serving(engine, connections=SHORT) as client:
+        for sent in DEAF.values():
+            with deaf(client.port, sent):
+                wait_until(lambda: client.num_connections == 1)
+                assert run(call(client.port, BODY)).status == 200
+                wait_until(lambda: client.num_connections == 0)
+                wait_until(lambda: engine.scheduler.num_running == 0)
 
 
 def test_a_client_that_reads_slowly_stays_connected() -> None:
@@ -174,11 +169,10 @@ def test_a_client_that_reads_slowly_stays_connected() -> None:
     [
         [b"GET /version HTTP/1.1\r\nx: ", *[b"a" * 2**14] * 64],
         [b"GET /version HTTP/1.1\r\n", *[b"x: a\r\n" * 2**12] * 64],
-        [b"GET /", *[b"a" * 2**14] * 64],
         [b"GET /version HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n"],
         [b"GET / HTTP/1.1\r\nx: ", *[b"a" * (2**14 - 9)] * 8, b"a" * 99 + b"\r\ny: b\r\n"],
     ],
-    ids=["value", "fields", "path", "whole", "end"],
+    ids=["value", "fields", "whole", "end"],
 )
 def test_a_head_without_an_end_is_rejected(
     client: Client, parts: list[bytes], caplog: pytest.LogCaptureFixture
@@ -289,21 +283,19 @@ def test_pipelined_requests() -> None:
     assert statuses(answers) in ([], [200]) and b"[DONE]" not in answers, "not all of them are kept"
 
 
-def test_a_client_that_expects_100_continue(client: Client) -> None:
+async def expecting(client: Client) -> bytes:
+    """Send a body after the first response, and return all responses."""
     body = json.dumps(BODY).encode()
-    begin = post(b"", b"expect: 100-continue", b"connection: close", num_bytes=len(body))
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    writer.write(post(b"", b"expect: 100-continue", b"connection: close", num_bytes=len(body)))
+    head = await reader.readuntil(b"\r\n\r\n")
+    writer.write(body)
+    with contextlib.closing(writer):
+        return head + await rest_of(reader)
 
-    async def scene(client: Client) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-        writer.write(begin)
-        head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(body)
-        with contextlib.closing(writer):
-            return head + await rest_of(reader)
 
-    assert statuses(run(scene(client))) == [100, 200]
-    with serving(make_engine(), keys=KeyRing(["a"]), connections=SHORT) as guarded:
-        assert statuses(run(scene(guarded))) == [401]
+def test_a_client_that_expects_100_continue(client: Client) -> None:
+    assert statuses(run(expecting(client))) == [100, 200]
 
 
 KEY = b"authorization: Bearer a"
@@ -311,14 +303,11 @@ CHUNKED = b"transfer-encoding: chunked"
 LEFT = {
     "half a head": post(BODY, KEY)[:50],
     "half a body": post(BODY, KEY, num_bytes=10**6),
-    "half of a long body": post(b" " * 10**6, KEY, num_bytes=2 * 10**6),
     "half a chunk": post(BODY, KEY, CHUNKED).replace(b"content-length: ", b"x: ") + b"\r\n",
     "body longer than it says": post(BODY, KEY) + b"}}}}\r\n\r\n",
-    "two lengths": post(BODY, KEY, b"content-length: 5"),
     "length and chunks": post(BODY, KEY, CHUNKED),
     "stream": post(LONG, KEY),
     "stream and another": post(LONG, KEY) + post(BODY, KEY),
-    "stream and half of another": post(LONG, KEY) + post(BODY, KEY)[:70],
     "stream and what is none": post(LONG, KEY) + b"\x00\x01\x02 none\r\n\r\n",
     "whole answer": post(LONG | {"stream": False}, KEY),
     "asks before it sends": post(b"", KEY, b"expect: 100-continue", num_bytes=99),

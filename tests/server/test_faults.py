@@ -4,34 +4,28 @@ Texts are compared with those of an undisturbed engine."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from cbatch import LLM, SamplingParams
-from cbatch.core.request.from_json import sampling_from_json
-from cbatch.engine.model_files import load_tokenizers
-from cbatch.engine.options import EngineOptions
+from cbatch import SamplingParams
 from cbatch.llm import complete_all
-from cbatch.process.factory import EngineFactory
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.heap import freeze_heap
 from tests.process.factories import SimFactory
-from tests.process.watching import kill_and_restart
 from tests.server.http_client import Client, sample, wait_until
 from tests.server.processes import Answer, Served, call, server_process, serving_process
 from tests.server.sim_server import Settings
-from tests.test_llm import write_model
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -42,6 +36,7 @@ def body(seed: int, max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": max_tokens, "seed": seed, "stream": True} | more
 
 
+@functools.cache
 def expected(seeds: range, max_tokens: int) -> list[str]:
     engine = make_engine(num_blocks=2048, max_model_len=512)
     params = [SamplingParams(max_tokens=max_tokens, seed=seed) for seed in seeds]
@@ -86,16 +81,6 @@ def test_many_disconnecting_clients_leave_no_resources() -> None:
         assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "none was ended early"
 
 
-@contextmanager
-def as_in_a_server() -> Iterator[None]:
-    """Freeze the heap, as a serving process does once it listens."""
-    freeze_heap()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def overload(seconds: float) -> dict[str, float]:
     """Send four times as many calls as the engine can serve. Return figures for the report."""
     slots, tokens = 4, 8
@@ -116,7 +101,9 @@ def overload(seconds: float) -> dict[str, float]:
             await asyncio.sleep(max(0.0, begin_s + i / per_s - time.monotonic()))
         return await asyncio.gather(*calls)
 
-    with serving_process(factory, limits) as served, as_in_a_server():
+    with serving_process(factory, limits) as served, ExitStack() as stack:
+        freeze_heap()  # as a serving process does once it listens
+        stack.callback(gc.unfreeze)
         answers = asyncio.run(drive(served))
         assert_nothing_is_left(served)
         why = {"reason": "queued_requests"}
@@ -142,7 +129,7 @@ def overload(seconds: float) -> dict[str, float]:
 
 
 def test_overload_is_rejected_at_once_and_accepted_calls_finish(record_property: Any) -> None:
-    for name, value in overload(2).items():
+    for name, value in overload(1).items():
         record_property(name, value)
 
 
@@ -190,9 +177,8 @@ def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
         assert all("grace time" in answer.events[-1]["error"]["message"] for answer in answers)
 
 
-@pytest.mark.parametrize("signals", [2, 3])
-def test_a_second_stop_signal_stops_at_once_without_a_traceback(
-    signals: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_further_stop_signals_stop_at_once_without_a_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pause_file = tmp_path / "held"
     pause_file.touch()
@@ -201,7 +187,7 @@ def test_a_second_stop_signal_stops_at_once_without_a_traceback(
     async def scene(client: Client, pid: int) -> list[Answer]:
         streams = asyncio.create_task(crowd(client.port, [body(i, 300) for i in range(4)]))
         await until_running(client, 4)
-        for _ in range(signals):
+        for _ in range(3):
             os.kill(pid, signal.SIGTERM)
             await asyncio.sleep(0.05)
         return await streams
@@ -244,69 +230,3 @@ def test_a_server_whose_engine_is_lost_reports_it_and_exits(tmp_path: Path) -> N
     for answer in answers:
         *events, error = answer.events
         assert events and "died 2 times without a token" in error["error"]["message"]
-
-
-REGEX = "((ab|ba){2}[0-9]{1,3}, ?){9,}"
-AROUND = "start: before @answer\nbefore[lazy]: /(?s:.){12,30};/"
-GRAMMARS: dict[int, dict[str, Any]] = {
-    6: {"structured_outputs": {"regex": REGEX}},
-    7: {"structured_outputs": {"regex": REGEX, "around": AROUND}},
-}
-
-
-def kills_over_http(tmp_path: Path, rounds: int, max_tokens: int) -> None:
-    """Compare greedy and coupled streams of a real (tiny) pair, whose engine is killed `rounds`
-    times. Every fourth call has a grammar, and half of these calls have free text before it."""
-    target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
-    settings: dict[str, Any] = {
-        "numerics": "invariant",
-        "random_weights_seed": 0,
-        "lookahead": "fixed:3",
-    }
-    bodies = [
-        body(i, max_tokens - i, temperature=i % 2, prompt=f"def f{i}(a", ignore_eos=True)
-        | GRAMMARS.get(i % 8, {})
-        for i in range(32)
-    ]
-    fields = ("max_tokens", "seed", "temperature", "ignore_eos", "structured_outputs")
-    params = [
-        sampling_from_json({name: each[name] for name in fields if name in each}) for each in bodies
-    ]
-    prompts = [str(each["prompt"]) for each in bodies]
-    undisturbed = [c.text for c in LLM(target, draft, **settings).generate(prompts, params)]
-    rng = random.Random(5)
-
-    async def scene(served: Served) -> list[Answer]:
-        streams = asyncio.create_task(crowd(served.client.port, bodies))
-        start, tokens_per_kill = served.engine.num_tokens, 32 * max_tokens // (2 * rounds)
-        for i in range(rounds):
-            # Goals count from the start, so that late polls of a busy machine do not add up.
-            goal = start + i * tokens_per_kill + rng.randrange(32, tokens_per_kill)
-            goal = max(goal, served.engine.num_tokens + 32)
-            while served.engine.num_tokens < goal:
-                assert not streams.done(), "the streams were too short for the test"
-                await asyncio.sleep(0.001)
-            assert served.service.num_requests > 16
-            await kill_and_restart(served.engine)
-        return await streams
-
-    options = EngineOptions(**settings)
-    tokenizer = load_tokenizers(target, draft, options)
-    assert tokenizer is not None
-    with serving_process(EngineFactory(target, draft, options), tokenizer=tokenizer) as served:
-        # The first call with a grammar starts the grammar compiler.
-        asyncio.run(call(served.client.port, bodies[6] | {"max_tokens": 1}))
-        answers = asyncio.run(scene(served))
-        assert served.engine.num_starts == rounds + 1
-        assert sample(served.client, "cbatch:engine_restarts_total") == rounds
-    assert [answer.text for answer in answers] == undisturbed
-
-
-def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
-    kills_over_http(tmp_path, rounds=1, max_tokens=90)
-
-
-@pytest.mark.statistics
-@pytest.mark.slow
-def test_greedy_and_coupled_texts_survive_twenty_kills(tmp_path: Path) -> None:
-    kills_over_http(tmp_path, rounds=20, max_tokens=110)

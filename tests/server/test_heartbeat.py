@@ -18,6 +18,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import FinishReason
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.open_request import Heartbeat, merged_outputs
+from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Choice, Output, Speculation
 from tests.server.http_client import CHAT, COMPLETIONS, MODEL, Client, open_request, wait_until
 from tests.server.test_outcomes import LONG, one_slot
@@ -72,7 +73,8 @@ def read_pings(response: HTTPResponse, path: str, number: int) -> str:
 def busy(client: Client) -> Iterator[Callable[[], None]]:
     """Take a slot until the yielded function is called, or the block ends."""
     with client.begin(LONG) as connection, connection.getresponse() as response:
-        response.readline()
+        while not response.readline().startswith(b"data: "):  # pings come while it waits
+            pass
 
         def leave() -> None:
             response.close()
@@ -82,47 +84,66 @@ def busy(client: Client) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def a_busy_slot(limits: Limits = OFTEN) -> Iterator[tuple[Client, Callable[[], None]]]:
+def a_busy_slot(limits: Limits) -> Iterator[tuple[Client, Callable[[], None]]]:
     """Yield a client of a server whose only slot is taken, and a function that frees the slot."""
     with one_slot(limits) as (client, service, _):
+        client.post(CALLS[CHAT], CHAT)  # the workers start
         with busy(client) as leave:
             yield client, leave
         wait_until(lambda: not service.num_open)
 
 
+@pytest.fixture(scope="module")
+def slot() -> Iterator[tuple[Client, EngineService]]:
+    """Return a server with one slot and one place in the queue."""
+    with one_slot(OFTEN) as (client, service, _):
+        client.post(CALLS[CHAT], CHAT)  # the workers start
+        yield client, service
+
+
 @EACH_API
-def test_a_stream_that_waits_has_a_head_and_pings_and_then_the_same_events(path: str) -> None:
-    with a_busy_slot() as (client, leave):
-        with client.open(CALLS[path] | {"stream": True}, path) as waiting:
-            assert waiting.status == 200
-            raw = read_pings(waiting, path, 2)
-            begun = [name for name, _ in events(raw)]
-            created = ["response.created", "response.in_progress"]
-            assert begun == (created if path == RESPONSES else []), "before the first token"
-            leave()
-            raw += waiting.read().decode()
-        with client.open(CALLS[path] | {"stream": True}, path) as alone:
-            at_once = alone.read().decode()
+def test_a_stream_that_waits_has_a_head_and_pings_and_then_the_same_events(
+    slot: tuple[Client, EngineService], path: str
+) -> None:
+    client, service = slot
+    with busy(client) as leave, client.open(CALLS[path] | {"stream": True}, path) as waiting:
+        assert waiting.status == 200
+        raw = read_pings(waiting, path, 2)
+        begun = [name for name, _ in events(raw)]
+        created = ["response.created", "response.in_progress"]
+        assert begun == (created if path == RESPONSES else []), "before the first token"
+        leave()
+        raw += waiting.read().decode()
+    with client.open(CALLS[path] | {"stream": True}, path) as alone:
+        at_once = alone.read().decode()
     assert len(events(raw)) > 3 and without_ids(events(raw)) == without_ids(events(at_once))
+    wait_until(lambda: not service.num_open)
 
 
 @EACH_API
-def test_a_waiting_client_that_leaves_frees_its_place(path: str) -> None:
-    with one_slot(OFTEN) as (client, service, _), busy(client):
+def test_a_waiting_client_that_leaves_frees_its_place(
+    slot: tuple[Client, EngineService], path: str
+) -> None:
+    client, service = slot
+    with busy(client):
         with client.open(CALLS[path] | {"stream": True}, path) as waiting:
             read_pings(waiting, path, 1)
             assert service.queue.num_requests == 1
         wait_until(lambda: service.queue.num_requests == 0)
         assert service.num_open == 1, "that of the first"
+    wait_until(lambda: not service.num_open)
 
 
 @EACH_API
-def test_what_is_refused_before_its_place_in_the_queue_has_a_status(path: str) -> None:
+def test_what_is_refused_before_its_place_in_the_queue_has_a_status(
+    slot: tuple[Client, EngineService], path: str
+) -> None:
+    client, service = slot
     body = CALLS[path] | {"stream": True}
     name = {RESPONSES: "input", COMPLETIONS: "prompt"}.get(path)
     text: Any = "abc " * 900
     too_long = body | ({name: text} if name else {"messages": [{"role": "user", "content": text}]})
-    with a_busy_slot() as (client, _):
+    with busy(client):
         for wrong in (body | {"temperature": -1}, body | {"top_k": "x"}, too_long):
             status, answer, _ = client.post(wrong, path)
             assert status == 400 and answer["error"]["message"]
@@ -130,6 +151,7 @@ def test_what_is_refused_before_its_place_in_the_queue_has_a_status(path: str) -
             read_pings(waiting, path, 1)
             status, answer, headers = client.post(body, path)
             assert status == 503 and int(headers["retry-after"]) >= 1 and answer["error"]
+    wait_until(lambda: not service.num_open)
 
 
 @EACH_API
@@ -184,12 +206,13 @@ def test_without_heartbeats_a_stream_begins_with_its_first_token(path: str) -> N
 PINGED_S = 0.35  # time in which a waiting stream gets pings
 
 
-def test_sdks_read_streams_that_waited() -> None:
+def test_sdks_read_streams_that_waited(slot: tuple[Client, EngineService]) -> None:
     options: Any = {"api_key": "-", "max_retries": 0}
     common: Any = {"model": MODEL, "extra_body": {"seed": 5}}
     messages: Any = TALK["messages"]
     texts = set()
-    with a_busy_slot() as (client, leave):
+    client, _ = slot
+    with busy(client) as leave:
         url = f"http://127.0.0.1:{client.port}"
         sdk = openai.OpenAI(base_url=f"{url}/v1", **options)
         with sdk.chat.completions.create(

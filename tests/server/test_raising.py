@@ -29,7 +29,7 @@ from tests.server.http_client import wait_until
 from tests.server.processes import Served, serving_process
 from tests.server.test_faults import SIM, assert_nothing_is_left, body, expected
 
-NUM_CALLS, MAX_TOKENS = 4, 30
+NUM_CALLS, MAX_TOKENS = 4, 12
 # Methods that raise before their work, and after it.
 SUBMITTING = [
     (AdmissionQueue, "reserve"),

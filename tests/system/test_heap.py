@@ -56,7 +56,7 @@ def frozen_at_start() -> int:
     counts: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("nobody calls")
+        raise AssertionError("a call came")
 
     async def scene() -> None:
         config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")

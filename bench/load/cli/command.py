@@ -20,9 +20,8 @@ from bench.load.run.measure import LoadRun, measure, records
 from bench.load.run.options import GOODPUT_SHARE, LoadOptions, OfferedLoad
 from bench.load.run.processes import event_loop_runner
 from bench.load.run.report import Measured
-from bench.load.run.runner import Runner, find_model
 from bench.load.run.selftest import self_test
-from bench.load.run.sweep import Point, document_of, find_rate, sweep
+from bench.load.run.sweep import Point, Runner, document_of, find_model, find_rate, sweep
 from cbatch.cli.output import INTERRUPTED, add_json_option, is_file_path, require_place
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.core.request.errors import FieldError

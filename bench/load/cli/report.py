@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -49,14 +49,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     page.add_argument("reports", nargs="+", type=Path, metavar="REPORT")
     page.add_argument("--page", type=Path, required=True, metavar="FILE", help="HTML file to write")
-    page.add_argument(
-        "--records",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="records of each report, in the same order, for distributions and single requests",
-    )
+    text = "records of each report, in the same order, for distributions and single requests"
+    page.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help=text)
     page.set_defaults(run=run_page)
 
 
@@ -70,12 +64,22 @@ def run(args: argparse.Namespace) -> int:
     if not pairs:
         raise FieldError("A and B", "have no load in common", "sweep over the same loads")
     console = TextConsole()
-    documents = []
-    for one, other in pairs:
-        rows = list(compare(one, other))
-        console.print(_table(args, one, other, rows))
-        documents.append(_document(one, other, rows))
-    document = {"a": str(args.first), "b": str(args.second), "results": documents}
+    results = []
+    for pair in pairs:
+        table = Table(title=_title(*pair), title_justify="left")
+        table.add_column("")
+        for report, path in zip(pair, (args.first, args.second), strict=True):
+            table.add_column(f"{path.name}\n{report.kind}", justify="right")
+        table.add_column("B over A", justify="right")
+        measures = []
+        for name, one, other in compare(*pair):
+            change = None if not one or other is None else other / one - 1
+            cells = ("-" if value is None else f"{value:,.4g}" for value in (one, other))
+            table.add_row(name, *cells, "" if change is None else f"{change:+.1%}")
+            measures.append({"name": name, "a": one, "b": other, "difference": change})
+        console.print(table)
+        results.append({"kinds": [report.kind for report in pair], "measures": measures})
+    document = {"a": str(args.first), "b": str(args.second), "results": results}
     print_figures(document, args.json)
     return 0
 
@@ -87,16 +91,24 @@ def run_page(args: argparse.Namespace) -> int:
     if args.records and len(args.records) != len(args.reports):
         problem = f"{len(args.records)} for {len(args.reports)} reports"
         raise FieldError("--records", problem, "give each report its own, or none")
-    names = _names(args.reports)
+    names = [path.stem for path in args.reports]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in args.reports]
     views: list[RunView] = []
-    for index, by_load in enumerate(reports):
-        records = args.records[index] if args.records else None
-        if records is not None and len(by_load) > 1:
-            problem = f"{names[index]} is a sweep, whose records do not name their load"
+    for name, by_load, path in zip_longest(names, reports, args.records):
+        if path is not None and len(by_load) > 1:
+            problem = f"{name} is a sweep, whose records do not name their load"
             raise FieldError("--records", problem, "leave them out")
         for load, report in by_load.items():
-            name = " ".join(filter(None, (names[index], load)))
-            views.append(_view(name, report, records))
+            collector = PageCollector()
+            try:
+                for record in () if path is None else read_records(path):
+                    collector(record)
+            except (OSError, ValueError) as error:
+                remedy = "name a file that --records of cbatch bench or cbatch sim wrote"
+                raise FieldError("--records", f"{path}: {error}", remedy) from error
+            title = " ".join(filter(None, (name, load)))
+            views.append(collector.view(f"{title}, {report.kind}", report))
     write_page(args.page, " and ".join(names), views)
     print(f"written: {args.page}")
     print_line({"page": str(args.page)})
@@ -105,32 +117,31 @@ def run_page(args: argparse.Namespace) -> int:
 
 def compare(first: Report, second: Report) -> Iterator[Row]:
     """Yield (name, first, second) for measures that a report has; times are in milliseconds."""
+    both = (first, second)
+
+    def pair(name: str, value: Callable[[Report], float | None]) -> Iterator[Row]:
+        one, other = map(value, both)
+        if (one, other) != (None, None):
+            yield name, one, other
+
     for name, field in RATES:
         yield name, getattr(first, field), getattr(second, field)
-    for field in SPREADS:
-        for statistic in STATISTICS:
-            one, other = (_ms(getattr(getattr(r, field), statistic)) for r in (first, second))
-            if (one, other) != (None, None):
-                yield f"{LABELS[field]}, {statistic}", one, other
-    shares = [None if r.goodput is None else r.goodput.share for r in (first, second)]
-    if shares != [None, None]:
-        yield "goodput, share of calls", shares[0], shares[1]
-    drafts = [acceptance(r) for r in (first, second)]
-    if drafts != [None, None]:
-        yield "drafts accepted, share", drafts[0], drafts[1]
+    for field, statistic in product(SPREADS, STATISTICS):
+        spreads = [getattr(report, field) for report in both]
+        one, other = (
+            None if (value_s := getattr(spread, statistic)) is None else 1e3 * value_s
+            for spread in spreads
+        )
+        if (one, other) != (None, None):
+            yield f"{LABELS[field]}, {statistic}", one, other
+    yield from pair("goodput, share of calls", lambda r: r.goodput and r.goodput.share)
+    yield from pair("drafts accepted, share", acceptance)
 
 
 def acceptance(report: Report) -> float | None:
     """Return the share of drafts that the simulation or the server accepted; None if unknown."""
-    if report.speculation is not None:
-        return report.speculation.acceptance
-    server = getattr(report, "server", None)
-    return None if server is None else server.acceptance
-
-
-def difference(first: float | None, second: float | None) -> float | None:
-    """Return the relative change from `first` to `second`; 0.1 is 10 % more."""
-    return None if not first or second is None else second / first - 1
+    source = report.speculation or getattr(report, "server", None)
+    return None if source is None else source.acceptance
 
 
 def _read(path: Path) -> dict[str, Report]:
@@ -145,56 +156,11 @@ def _read(path: Path) -> dict[str, Report]:
     return dict(zip(names, reports, strict=True))
 
 
-def _ms(value_s: float | None) -> float | None:
-    return None if value_s is None else value_s * 1e3
-
-
-def _table(args: argparse.Namespace, first: Report, second: Report, rows: list[Row]) -> Table:
-    table = Table(title=_title(first, second), title_justify="left")
-    table.add_column("")
-    for report, path in ((first, args.first), (second, args.second)):
-        table.add_column(f"{path.name}\n{report.kind}", justify="right")
-    table.add_column("B over A", justify="right")
-    for name, one, other in rows:
-        change = difference(one, other)
-        cells = ("-" if value is None else f"{value:,.4g}" for value in (one, other))
-        table.add_row(name, *cells, "" if change is None else f"{change:+.1%}")
-    return table
-
-
 def _title(first: Report, second: Report) -> str:
     """Return the settings that differ between two reports of the same kind."""
-    names = sorted({*first.settings, *second.settings})
     differing = [
         f"{name}: {first.settings.get(name)} / {second.settings.get(name)}"
-        for name in names
+        for name in sorted({*first.settings, *second.settings})
         if first.settings.get(name) != second.settings.get(name) and first.kind == second.kind
     ]
     return "; ".join(differing) or f"{first.kind} and {second.kind}"
-
-
-def _document(first: Report, second: Report, rows: list[Row]) -> dict[str, Any]:
-    return {
-        "kinds": [first.kind, second.kind],
-        "measures": [
-            {"name": name, "a": one, "b": other, "difference": difference(one, other)}
-            for name, one, other in rows
-        ],
-    }
-
-
-def _view(name: str, report: Report, records: Path | None) -> RunView:
-    collector = PageCollector()
-    try:
-        for record in () if records is None else read_records(records):
-            collector(record)
-    except (OSError, ValueError) as error:
-        remedy = "name a file that --records of cbatch bench or cbatch sim wrote"
-        raise FieldError("--records", f"{records}: {error}", remedy) from error
-    return collector.view(f"{name}, {report.kind}", report)
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the names of the files, or their whole paths if two names are the same."""
-    short = [path.stem for path in paths]
-    return short if len(set(short)) == len(short) else [str(path) for path in paths]

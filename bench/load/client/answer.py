@@ -161,13 +161,10 @@ class AnswerReader:
             self._event_type = ""
             return
         field, _, value = line.removeprefix(_BOM).partition(b":")
-        value = value.removeprefix(b" ")
-        if field == b"data":
-            self._read_data(value, now_s)
-        elif field == b"event":
+        if field == b"event":
             self._event_type = value.strip().decode("utf-8", "replace")
-        elif field == b"error":  # llama.cpp, before 2025
-            self._event_type = "error"
+        elif field in (b"data", b"error"):  # `error`: llama.cpp, before 2025
+            self._event_type = "error" if field == b"error" else self._event_type
             self._read_data(value, now_s)
         elif field not in (b"", b"id", b"retry"):
             self._non_sse_line = self._non_sse_line or line
@@ -176,18 +173,17 @@ class AnswerReader:
         """Read a `data` line. Complete JSON is handled at once, since not all servers end events
         with a blank line. Raises `CallError`."""
         data = data.strip()
-        if not data or data == b"[DONE]":
-            self._done = self._done or bool(data)
-            return
-        if data in _NOTHING and not self._data:
-            return
-        answer = None if self._data else _parse(data)
-        if answer is not None:
-            self._read_chunk(answer, now_s)
-            return
-        self._data.append(data)
-        if self._event_type == "error":
-            raise CallError(Failure.REPORTED, data.decode("utf-8", "replace")[:_MAX_SHOWN_BYTES])
+        if data == b"[DONE]":
+            self._done = True
+        elif data and (self._data or data not in _NOTHING):
+            answer = None if self._data else _parse(data)
+            if answer is not None:
+                self._read_chunk(answer, now_s)
+                return
+            self._data.append(data)
+            if self._event_type == "error":
+                message = data.decode("utf-8", "replace")[:_MAX_SHOWN_BYTES]
+                raise CallError(Failure.REPORTED, message)
 
     def _read_chunk(self, answer: _Answer, now_s: float) -> None:
         """Count the tokens of a chunk. Raises `CallError` if the chunk is an error."""
@@ -290,7 +286,6 @@ def _output_text(value: Any) -> str:
 
 
 def _count(value: Any) -> int | None:
-    """Return a number of tokens as an int, or None if it is invalid."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if is_number and 0 <= value < MAX_TOKENS else None
 
@@ -309,7 +304,6 @@ def _malformed(problem: str, data: bytes) -> CallError:
 
 
 def _status_message(status: int, body: bytes) -> str:
-    """Return the status and the message in the body of an error response."""
     try:
         return f"{status}: {_error_text(msgspec.json.decode(body))}"
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -320,9 +314,8 @@ def _error_text(value: Any) -> str:
     """Return the message of an error, in the shapes of OpenAI, FastAPI, TGI and others."""
     if isinstance(value, list):
         return "; ".join(map(_error_text, value))[:_MAX_SHOWN_BYTES]
-    if isinstance(value, dict):
+    names = ("error", "message", "detail", "msg")
+    if isinstance(value, dict) and (name := next((n for n in names if value.get(n)), None)):
         place = ".".join(map(str, value.get("loc") or ()))
-        for name in ("error", "message", "detail", "msg"):
-            if value.get(name):
-                return f"{place}: {_error_text(value[name])}" if place else _error_text(value[name])
+        return f"{place}: " * bool(place) + _error_text(value[name])
     return str(value)[:_MAX_SHOWN_BYTES]

@@ -10,7 +10,6 @@ import asyncio
 import heapq
 import math
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,7 +26,6 @@ from sim.workload.traces.changes import endless
 from sim.workload.traces.request import TraceRequest
 
 MAX_FAILURES = 100  # number of failures, without a success, after which sending stops
-LAG_EVERY_S = 0.02  # interval of the samples of the event loop's lag
 
 
 class ClosedSessions:
@@ -76,20 +74,16 @@ class ClosedSessions:
         heapq.heappush(self._idle, (now_s + pause_s, client, turns))
 
     def _conversation(self) -> deque[tuple[int, TraceRequest]]:
-        """Return the next request with the later turns of its session, which follow it in the
-        list."""
+        """Return the next request with the later turns of its session, which follow it."""
         assert self._next is not None
         turns = deque([self._next])
         session = self._next[1].session
-        self._next = next(self._requests, None)
-        while (
-            session is not None
-            and self._next is not None
-            and self._next[1].session == session
-            and self._next[1].think_s is not None
-        ):
-            turns.append(self._next)
-            self._next = next(self._requests, None)
+        while (following := next(self._requests, None)) is not None:
+            request = following[1]
+            if session is None or request.session != session or request.think_s is None:
+                break
+            turns.append(following)
+        self._next = following
         return turns
 
 
@@ -139,15 +133,13 @@ class PartPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct):
-    """Result of one process. `lag_s` are samples of the delay of its event loop; `start_s` is the
-    start of the run on the monotonic clock."""
+    """Result of one process. `start_s` is the start of the run on the monotonic clock."""
 
     calls: list[Any]  # `TimedCall`
     unfinished: int  # calls in flight when the run was stopped
     gave_up: bool  # stopped after `MAX_FAILURES` failures
     cpu_s: float
     elapsed_s: float
-    lag_s: list[float]
     start_s: float = 0.0
 
 
@@ -164,8 +156,8 @@ async def drive(
         await driver.run(stop)
     finally:
         client.close()
-    cpu_s, lag_s = time.process_time() - cpu_s, driver.lag_s.tolist()
-    return Part(driver.calls, driver.unfinished, driver.gave_up, cpu_s, clock(), lag_s, start_s)
+    cpu_s = time.process_time() - cpu_s
+    return Part(driver.calls, driver.unfinished, driver.gave_up, cpu_s, clock(), start_s)
 
 
 class _Driver:
@@ -182,10 +174,8 @@ class _Driver:
         self.calls: list[TimedCall] = []
         self.unfinished = 0
         self.gave_up = False
-        self.lag_s = array("d")
 
     async def run(self, stop: asyncio.Event) -> None:
-        lag = asyncio.create_task(self._watch_lag())
         stopping = asyncio.create_task(stop.wait())
         finished = asyncio.create_task(self._finished.wait())
         self._send_due()
@@ -194,7 +184,7 @@ class _Driver:
         finally:
             self._sending = False
             self.unfinished = self._tally.in_flight
-            helpers = (lag, stopping, finished)
+            helpers = (stopping, finished)
             for task in (*self._tasks, *helpers):
                 task.cancel()
             await asyncio.gather(*self._tasks, *helpers, return_exceptions=True)
@@ -252,9 +242,3 @@ class _Driver:
         if not task.cancelled() and task.exception() is not None:
             self._exception = task.exception()
             self._finished.set()
-
-    async def _watch_lag(self) -> None:
-        while True:
-            due_s = self._clock() + LAG_EVERY_S
-            await asyncio.sleep(LAG_EVERY_S)
-            self.lag_s.append(self._clock() - due_s)

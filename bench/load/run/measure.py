@@ -308,7 +308,6 @@ def _client(runs: Sequence[LoadRun], calls: Sequence[TimedCall]) -> ClientUse:
         processes=max(len(run.parts) for run in runs),
         cpu_share=max(part.cpu_s / part.elapsed_s for part in parts),
         send_lag_s=_spread(call.sent_s - call.scheduled_s for call in calls),
-        loop_lag_s=_spread(lag_s for part in parts for lag_s in part.lag_s),
         chunks_per_s=chunks / elapsed_s if chunks else None,
     )
 

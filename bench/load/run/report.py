@@ -57,7 +57,6 @@ class ClientUse(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     cpu_share: float
     send_lag_s: Spread  # delay of sends after their scheduled time
-    loop_lag_s: Spread  # samples of the event loop's delay
     chunks_per_s: float | None
 
 

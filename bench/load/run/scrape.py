@@ -28,10 +28,7 @@ COUNTER_NAMES = {
     "prefix_hit_tokens": "prefix_cache_hits_total",
     "steps": "steps_total",
 }
-SAMPLED = (
-    *("prompt_tokens", "output_tokens", "drafted_tokens", "accepted_tokens"),
-    *("prefix_hit_tokens", "steps"),
-)
+SAMPLED = [name for name in COUNTER_NAMES if name in ServerSample.__struct_fields__]
 _GAUGES = {
     "running": "num_requests_running",
     "waiting": "num_requests_waiting",
@@ -77,11 +74,8 @@ def difference(
     counter decreased because the server or its engine was restarted."""
     if not after or before is None:
         return None
-    grown = {
-        key: round(value - before.get(key, 0.0))
-        for key, value in after.items()
-        if key[0] not in _GAUGES.values()
-    }
+    counters = [(key, n) for key, n in after.items() if key[0] not in _GAUGES.values()]
+    grown = {key: round(n - before.get(key, 0.0)) for key, n in counters}
     if min(grown.values(), default=0) < 0:
         return None
     counts = {field: grown.get((name, None)) for field, name in COUNTER_NAMES.items()}

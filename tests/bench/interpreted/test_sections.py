@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.gpu.sections import CELLS
 
 from bench.gpu import ceilings, kernels, limits, steps, sweep
 from bench.gpu.cells import run_cells

@@ -10,48 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.load.client import answer as answer_module
 from bench.load.client.answer import AnswerReader
 from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
 from tests.bench.load.scripted import DONE, chunk, usage
 
-WELL = (
-    b": keep-alive\n\n"
-    + chunk("", 0)  # a role, or nothing: no first token
-    + chunk("a", 1)
-    + chunk("bcd", 4)
-    + b"event: x\ndata: "
-    + json.dumps({"choices": [{"text": "\u00e9\n\n", "finish_reason": "length"}]})[:20].encode()
-    + b"\ndata: "
-    + json.dumps({"choices": [{"text": "\u00e9\n\n", "finish_reason": "length"}]})[20:].encode()
-    + b"\n\n"
-    + usage(6, prompt=9)
-    + DONE
-)
 
-
-def read(pieces: list[bytes], *, keep_text: bool = True) -> tuple[TimedCall, AnswerReader]:
-    """Read pieces; piece i comes at i seconds."""
-    call = TimedCall(0, 0.0, 0, 6)
-    reader = AnswerReader(call, LiveTally(), streamed=True, keep_text=keep_text)
+def read(pieces: list[bytes], *, streamed: bool = True) -> tuple[TimedCall, str]:
+    """Read pieces; piece i comes at i seconds. Return the call and its text."""
+    call = TimedCall(0, 0.0, 5, 6)
+    reader = AnswerReader(call, LiveTally(), streamed=streamed, keep_text=True)
     reader.begin(200)
     for at, piece in enumerate(pieces):
         reader.read(piece, float(at))
     reader.end(float(len(pieces)))
-    return call, reader
+    assert sum(call.tokens_by_read()) in (0, call.output_tokens)
+    return call, reader.text
 
 
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
-def test_pieces_do_not_matter(line_end: bytes) -> None:
-    raw = WELL.replace(b"\n", line_end)
-    rng = np.random.default_rng(3)
-    cuttings = [[*range(1, len(raw))], *([c] for c in range(1, len(raw)))]
-    cuttings += [sorted(rng.choice(len(raw), 5, replace=False).tolist()) for _ in range(50)]
-    for cuts in cuttings:
-        edges = [0, *cuts, len(raw)]
-        pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-        call, reader = read(pieces)
-        assert (reader.text, call.output_tokens, call.prompt_tokens) == ("abcd\u00e9\n\n", 6, 9)
-        assert call.chunks == 3
+def summary(raw: bytes, cuts: Sequence[int] = ()) -> tuple[str, int, int, str, int]:
+    """Return the values read from it, cut into pieces at these places."""
+    edges = [0, *cuts, len(raw)]
+    call, text = read([raw[a:b] for a, b in zip(edges, edges[1:], strict=False)])
+    return text, call.prompt_tokens, call.output_tokens, call.counted_by, call.chunks
 
 
 def test_a_first_chunk_without_a_token_is_no_first_token() -> None:
@@ -62,28 +43,10 @@ def test_a_first_chunk_without_a_token_is_no_first_token() -> None:
     assert call.tokens_by_read() == [1, 1, 1] and call.counted_by == "per chunk usage"
 
 
-def test_tokens_that_are_not_counted_one_by_one_are_spread() -> None:
-    pieces = [chunk("a", None), chunk("b", None), chunk("c", None, reason="stop"), usage(8), DONE]
-    call, _ = read(pieces)
-    assert call.counted_by == "usage" and call.tokens_by_read() == [2, 3, 3]
-    assert call.tpot_s == 2 / 7
-
-
 def test_what_comes_in_one_read_came_at_once() -> None:
     pieces = [chunk("a", 1) + chunk("b", 3), chunk("c", 4, reason="stop") + DONE]
     call, _ = read(pieces)
     assert call.tokens_by_read() == [3, 1] and call.chunks == 3
-
-
-def test_chat_and_reasoning() -> None:
-    deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "h"}, {"content": "i"}]
-    pieces = [
-        b"data: " + json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode() + b"\n\n"
-        for delta in deltas
-    ]
-    last = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
-    call, reader = read([*pieces, last, usage(2) + DONE])
-    assert reader.text == "hi" and call.chunk_s.tolist() == [1.0, 2.0] and call.end_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -101,11 +64,14 @@ def test_chat_and_reasoning() -> None:
         ([b"<html>no stream at all</html>\n\n"], Failure.MALFORMED),
         ([b'{"choices": []}'], Failure.MALFORMED),
         ([b"data: " + b"[" * 100_000 + b"\n\n"], Failure.MALFORMED),
-        ([b"data: " + b" " * 2**20] * 65, Failure.MALFORMED),  # an event without an end
+        ([b"data: " + b" " * 2**12] * 65, Failure.MALFORMED),  # an event without an end
         ([chunk("a", 1), b'data: {"error": {"message": "dead"}}\n\n', DONE], Failure.REPORTED),
     ],
 )
-def test_a_200_alone_is_no_success(pieces: list[bytes], failure: Failure) -> None:
+def test_a_200_alone_is_no_success(
+    pieces: list[bytes], failure: Failure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_module, "MAX_BYTES", 2**18)
     with pytest.raises(CallError) as caught:
         read(pieces)
     assert caught.value.failure is failure
@@ -136,25 +102,7 @@ STREAMS = {
 FOLDER = Path(__file__).parent / "streams"
 
 
-def summary(raw: bytes, cuts: Sequence[int] = ()) -> tuple[str, int, int, str, int]:
-    """Return the values read from it, cut into pieces at these places."""
-    edges = [0, *cuts, len(raw)]
-    pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    call = TimedCall(0, 0.0, 5, 6)
-    reader = AnswerReader(call, LiveTally(), streamed=True, keep_text=True)
-    reader.begin(200)
-    for at, piece in enumerate(pieces):
-        reader.read(piece, float(at))
-    reader.end(float(len(pieces)))
-    assert sum(call.tokens_by_read()) in (0, call.output_tokens)
-    return reader.text, call.prompt_tokens, call.output_tokens, call.counted_by, call.chunks
-
-
-def test_every_stream_is_tested() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == STREAMS.keys()
-
-
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", [path.stem for path in FOLDER.iterdir()])
 def test_streams_of_other_servers(name: str) -> None:
     """The stream comes in any pieces, with every line end, with a byte order mark, and without the
     last blank line. Heartbeats and unknown fields are between its events."""
@@ -229,20 +177,10 @@ ODD = {
         choice(delta={"content": []}, finish_reason="stop"),
         COUNTED,
     ],
-    "thoughts in parts": [
-        choice(delta={"content": [{"type": "thinking", "thinking": [{"text": "a"}]}]}),
-        choice(delta={"content": "b"}, finish_reason="stop"),
-        COUNTED,
-    ],
     "all of it again at the end": [
         choice(delta={"content": "a"}, message={"content": "a"}),
         choice(delta={"content": "b"}, message={"content": "ab"}),
         choice(delta={}, message={"content": "ab"}, finish_reason="stop"),
-        COUNTED,
-    ],
-    "a call of old": [
-        choice(delta={"function_call": {"name": "a", "arguments": ""}}),
-        choice(delta={"function_call": {"arguments": "b"}}, finish_reason="function_call"),
         COUNTED,
     ],
     "usage first": [COUNTED, choice(text="ab", finish_reason="stop")],
@@ -250,19 +188,10 @@ ODD = {
         choice(delta={"content": "ab"}),
         choice(delta={}, finish_reason="stop", usage=COUNTED["usage"]),
     ],
-    "usage as a float": [
-        choice(text="ab", finish_reason="stop"),
-        {"choices": [], "usage": {"prompt_tokens": 5.0, "completion_tokens": 2.0}},
-    ],
     "usage in part": [
         {"choices": [], "usage": {"prompt_tokens": 5}},
         choice(text="ab", finish_reason="stop"),
         {"choices": [], "usage": {"completion_tokens": 2}},
-    ],
-    "empty lists for empty objects": [
-        {"choices": [{"delta": [], "finish_reason": None}], "usage": []},
-        choice(delta={"content": "ab", "tool_calls": []}, finish_reason="stop"),
-        COUNTED | {"choices": []},
     ],
     "zeros after the count": [
         choice(text="ab", finish_reason="stop") | {"usage": COUNTED["usage"]},
@@ -290,11 +219,8 @@ def test_halves_of_a_character_are_joined() -> None:
 
 
 def test_a_whole_answer_that_is_not_counted_has_no_tokens() -> None:
-    reader = AnswerReader(TimedCall(0, 0.0, 5, 6), LiveTally(), streamed=False)
-    reader.begin(200)
-    reader.read(json.dumps(choice(text="ab", finish_reason="stop")).encode(), 1.0)
     with pytest.raises(CallError, match="does not count"):
-        reader.end(1.0)
+        read([json.dumps(choice(text="ab", finish_reason="stop")).encode()], streamed=False)
 
 
 ERRORS = {
@@ -310,20 +236,15 @@ ERRORS = {
     "of the Responses API": b'data: {"type": "error", "code": "x", "message": "it broke"}',
     "without choices": b'data: {"choices": [], "error": {"message": "it broke"}}',
     "FastAPI": b'data: {"detail": "it broke"}',
+    "no message": b"event: error",
+    "null": b"event: error\ndata: null",
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_within_a_stream(name: str) -> None:
-    with pytest.raises(CallError, match="it broke") as caught:
+    with pytest.raises(CallError, match="it broke|without a message") as caught:
         summary(chunk("a", 1) + ERRORS[name] + b"\n\n" + DONE)
-    assert caught.value.failure is Failure.REPORTED
-
-
-@pytest.mark.parametrize("event", [b"event: error\n\n", b"event: error\ndata: null\n\n"])
-def test_an_error_without_a_message(event: bytes) -> None:
-    with pytest.raises(CallError, match="without a message") as caught:
-        summary(chunk("a", 1) + event + DONE)
     assert caught.value.failure is Failure.REPORTED
 
 
@@ -339,11 +260,7 @@ def test_an_error_without_a_message(event: bytes) -> None:
 def test_cached_tokens_of_the_prompt(cached: dict[str, Any], streamed: bool) -> None:
     counted = {"usage": {"prompt_tokens": 9, "completion_tokens": 1} | cached}
     answer = choice(text="a", finish_reason="stop") | counted
-    call = TimedCall(0, 0.0, 5, 6)
-    reader = AnswerReader(call, LiveTally(), streamed=streamed)
-    reader.begin(200)
-    reader.read(b"".join(data(answer)) if streamed else json.dumps(answer).encode(), 1.0)
-    reader.end(1.0)
+    call, _ = read(data(answer) if streamed else [json.dumps(answer).encode()], streamed=streamed)
     assert (call.prompt_tokens, call.cached_tokens) == (9, 4)
 
 

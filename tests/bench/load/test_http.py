@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -61,10 +60,6 @@ async def _cut_stream(exchange: Exchange) -> None:
     exchange.close()
 
 
-async def _silent(exchange: Exchange) -> None:
-    await asyncio.sleep(60)
-
-
 async def _slow_in_the_middle(exchange: Exchange) -> None:
     await exchange.begin()
     await exchange.event(chunk("a", 1))
@@ -83,7 +78,6 @@ GOOD = chunk("a", 1, reason="stop") + usage(1) + DONE
         (raw(STREAM_HEAD.replace(b"1.1", b"1.0") + b"\r\n" + GOOD), None, {}),
         (whole(json.dumps(WHOLE).encode()), None, {"streamed": False}),
         (whole(BUSY, "503 Service Unavailable"), "status 503", {}),
-        (whole(BUSY, "400 Bad Request"), "status 400", {"streamed": False}),
         (whole(b"", "404 Not Found"), "status 404", {}),
         (raw(b""), "cut", {}),
         (raw(b"HTTP/1.1 200 OK\r\nContent-Le"), "cut", {}),
@@ -94,25 +88,16 @@ GOOD = chunk("a", 1, reason="stop") + usage(1) + DONE
         (whole(b'{"choices": ['), "malformed", {"streamed": False}),
         (raw(STREAM_HEAD + b"\r\n" + chunk("a", 1) + b"data: {"), "malformed", {}),
         (whole(b""), "empty", {"streamed": False}),
-        (whole(b"{}"), "empty", {"streamed": False}),
         (whole(b"", length=0), "empty", {}),
         (raw(STREAM_HEAD + b"\r\n" + chunk("a", 1)), "truncated", {}),
-        (_silent, "timeout", {"timeout_s": 0.2}),
         (_slow_in_the_middle, "timeout", {"timeout_s": 0.2}),
     ],
 )
 def test_endings_have_their_names(script: Script, label: str | None, more: Any) -> None:
     call = one(script, **more)
     assert (None if call.error is None else call.error.label) == label, call.error
-    if label in ("status 503", "status 400"):
+    if label == "status 503":
         assert call.error is not None and "busy" in call.error.detail
-
-
-def test_a_port_without_a_listener() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    (call,) = calls_of(plan(Endpoint("127.0.0.1", port, False, "")))
-    assert call.error is not None and call.error.label == "not connected"
 
 
 def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:
@@ -149,13 +134,12 @@ INTERIM = {
     "100 and 102": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n",
     "of HTTP/1.0": b"HTTP/1.0 102 Processing\r\n\r\n",
     "with close": b"HTTP/1.1 103 Early Hints\r\nConnection: close\r\n\r\n",
-    "with a length": b"HTTP/1.1 102 \r\nContent-Length: 0\r\n\r\n",
     "without a carriage return": b"HTTP/1.1 103\nLink: </x>\n\n",
 }
 
 
 @pytest.mark.parametrize("name", INTERIM)
-@pytest.mark.parametrize("piece_bytes", [1, 7, 10_000])
+@pytest.mark.parametrize("piece_bytes", [1, 10_000])
 def test_interim_responses_are_passed_over(name: str, piece_bytes: int) -> None:
     async def script(exchange: Exchange) -> None:
         raw = INTERIM[name]

@@ -13,18 +13,16 @@ from msgspec.structs import replace
 
 from bench.load.cli.workload import read_items
 from bench.load.client.bodies import PromptCutter, PromptText
-from bench.load.client.http import Endpoint
+from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.drive import ClosedSessions, ramped
 from bench.load.run.measure import measure
 from bench.load.run.options import OfferedLoad
 from bench.load.run.processes import split
-from bench.load.run.scrape import Scrape, difference, parse
+from bench.load.run.scrape import Scrape, Watcher, difference, parse
 from bench.load.run.sweep import Point, find_knee, is_flat, knee_of, throughputs
 from cbatch.core.request.errors import FieldError
 from sim.workload.arrivals import constant
-from sim.workload.distributions import parse_arrivals, parse_lengths
 from sim.workload.sources import ClosedLoop, Source
-from sim.workload.traces.changes import endless
 from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import plan
 from tests.bench.load.test_measure import run_of, steady_calls
@@ -81,13 +79,6 @@ def test_ramps() -> None:
     # The rate at t of the ramp is t / 8 of 10 a second; after it, 10.
     for start_s, end_s, expected in ((0, 4, 10), (4, 8, 30), (8, 12, 40), (20, 30, 100)):
         assert abs(((times_s >= start_s) & (times_s < end_s)).sum() - expected) <= 1
-
-
-def test_again_and_again() -> None:
-    named = replace(request(session="a"), hash_ids=(0, 3), hash_block_tokens=2)
-    repeated = list(islice(endless([named, request()]), 6))
-    assert [each.hash_ids for each in repeated[::2]] == [(0, 3), (4, 7), (8, 11)]
-    assert len({each.session for each in repeated[::2]}) == 3
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -180,34 +171,18 @@ def test_counters_are_differences() -> None:
     assert difference(None, after) is None and difference(before, None) is None
 
 
-def test_looks_at_a_server_tell_how_it_is_and_what_it_has_done_since() -> None:
+def test_samples_of_a_server_have_its_gauges_and_the_growth_of_counters() -> None:
     """The queue gets shorter: that is no counter that decreased."""
     pages = [PAGE.format(10, 1, 9, 2, 9), PAGE.format(110, 11, 34, 17, 3)]
     assert difference(*(parse(page) for page in pages)) is not None
-    looks = [Scrape(100.0 + at, parse(page)) for at, page in enumerate(pages)]
-    first, second = samples(looks, 99.5)
+    watcher = Watcher(HttpClient(Endpoint("x", 1, False, "")))
+    watcher.scrapes = [Scrape(100.0 + at, parse(page)) for at, page in enumerate(pages)]
+    first, second = watcher.samples(99.5)
     assert (first.at_s, second.at_s) == (0.5, 1.5)
     assert (first.waiting, second.waiting) == (11, 5) and second.kv_share == 0.75
     assert (first.output_tokens, first.drafted_tokens) == (0, 0)
     assert (second.output_tokens, second.drafted_tokens, second.accepted_tokens) == (100, 25, 15)
     assert second.running is None and second.prompt_tokens is None
-    assert samples([], 0.0) == ()
-
-
-def test_laws_by_name() -> None:
-    rng = np.random.default_rng(0)
-    for text, low, high in (("7", 7, 7), ("uniform:3:5", 3, 5), ("zipf:1.5:2:90", 2, 90)):
-        drawn = parse_lengths("--x", text)(rng, 500)
-        assert low <= drawn.min() and drawn.max() <= high
-    for text in ("constant", "poisson", "gamma:2", "weibull:0.5", "onoff:5:5"):
-        times_s = list(islice(parse_arrivals("--x", text, 20.0)(rng), 4000))
-        assert times_s == sorted(times_s) and 0.8 < 4000 / times_s[-1] / 20 < 1.25
-    for text in ("", "poisson:1", "gamma", "gamma:x", "12", "gamma:-1"):
-        with pytest.raises(FieldError):
-            parse_arrivals("--arrivals", text, 1.0)
-    for text in ("", "poisson:1", "gamma:x"):
-        with pytest.raises(FieldError):
-            parse_lengths("--prompt-tokens", text)
 
 
 def test_prompt_files(tmp_path: Path) -> None:

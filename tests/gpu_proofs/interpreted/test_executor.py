@@ -15,8 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.grammars import Grammars
-from cbatch.runtime.drafting.lookups import NgramLookup
-from cbatch.runtime.drafting.lookups import SuffixLookup
+from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.gpu import device_steps
 from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import known_tokens as known_module
