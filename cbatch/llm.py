@@ -113,7 +113,6 @@ class LLM:
     def _for_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int, field: str
     ) -> list[SamplingParams]:
-        """Return one `SamplingParams` per prompt. Raises `FieldError` about `field`."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self.engine.default_params] * count
         if not all(each is None or isinstance(each, SamplingParams) for each in params):

@@ -93,7 +93,7 @@ def test_commands_are_understood(path: Path) -> None:
         if " ".join(words[:2]) in TWO_WORDS:
             words[:2] = [" ".join(words[:2])]
         try:
-            make_parser().parse_args(words)
+            parser().parse_args(words)
         except SystemExit:
             pytest.fail(f"not understood: {line}")
 
@@ -101,12 +101,9 @@ def test_commands_are_understood(path: Path) -> None:
 @by_document
 def test_flags_exist(path: Path) -> None:
     """A flag is one of `cbatch`, or of a benchmark."""
-    tops = ("bench", "tools", "triton_kernels")
-    files = (file for top in tops for file in (ROOT / top).rglob("*.py"))
-    known = flags(make_parser()) | set(re.findall(r'"(--[a-z-]+)"', "".join(map(read, files))))
     foreign = {"--benchmark-enable", "--enable-mixed-chunk", "--save-detailed", "--tool"}
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", read(path)))
-    assert not named - known - foreign
+    assert not named - known_flags() - foreign
 
 
 @by_document
@@ -158,6 +155,15 @@ def test_code_runs(
 
 # -- resolution of names
 
+parser = cache(make_parser)
+
+
+@cache
+def known_flags() -> set[str]:
+    tops = ("bench", "tools", "triton_kernels")
+    files = (file for top in tops for file in (ROOT / top).rglob("*.py"))
+    return flags(parser()) | set(re.findall(r'"(--[a-z-]+)"', "".join(map(read, files))))
+
 
 def resolves(name: str) -> bool:
     """Return True if it is a package, a module, or a name that a module defines or re-exports."""
@@ -172,15 +178,16 @@ def resolves(name: str) -> bool:
     return False
 
 
-def flags(parser: argparse.ArgumentParser) -> set[str]:
+def flags(commands: argparse.ArgumentParser) -> set[str]:
     """Return the options of a parser and its commands."""
-    options = set(parser._option_string_actions)
-    for action in parser._actions:
+    options = set(commands._option_string_actions)
+    for action in commands._actions:
         if isinstance(action, argparse._SubParsersAction):
             options = options.union(*map(flags, action.choices.values()))
     return options
 
 
+@cache
 def classes(file: Path) -> dict[str, ast.ClassDef]:
     nodes = ast.walk(ast.parse(read(file)))
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}

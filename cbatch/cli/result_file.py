@@ -77,7 +77,6 @@ class ResultFile:
         self._size = self._file.tell()
 
     def _open(self) -> IO[bytes]:
-        """Open and lock the file."""
         try:
             file = self._path.open("ab", buffering=0)
         except OSError as error:

@@ -135,7 +135,6 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _from_text(kind: Any, value: Any) -> Any:
-    """Convert to a type that msgspec does not know, such as `Path`."""
     return kind(value)
 
 

@@ -125,7 +125,6 @@ def require_head_support(impl: Impl, *, head: Path | None) -> None:
 
 
 def _transformers_problem() -> str | None:
-    """Return why transformers cannot be used, or None if it can."""
     try:
         installed = version("transformers")
     except PackageNotFoundError:

@@ -30,7 +30,6 @@ def _folders(cgroup: Path, root: Path) -> list[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the CPU quota in processors, None for no limit."""
     words = _read(folder / "cpu.max").split()
     if not words:
         words = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]

@@ -124,15 +124,6 @@ def test_a_rate_is_in_requests_a_second(cbatch: Command, trace: Path) -> None:
         assert (said in run.err) == ("--rate" in more), run.err
 
 
-def test_a_trace_is_scaled_to_a_rate(cbatch: Command, trace: Path) -> None:
-    for more, last_s in ((("--rate", 8), 5), (("--rate-scale", 0.5), 20), (("--output", 2), 10)):
-        out = trace.parent / "out.jsonl"
-        assert cbatch("trace", "scale", trace, out, *more).status == 0
-        assert list(Trace(out))[-1].arrival_s == pytest.approx(last_s)
-    both = cbatch("trace", "scale", trace, out, "--rate", 8, "--rate-scale", 2)
-    assert both.status == 2 and "rate_scale: would be ignored" in both.err.replace("-", "_")
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -222,7 +222,6 @@ class Calibrator:
     def _request(
         self, batch: DesignedBatch, rng: np.random.Generator
     ) -> tuple[list[int], SamplingParams]:
-        """Return a prompt and its parameters. Their lengths are distributed log-uniformly."""
         minimum, maximum = _PROMPT_TOKENS
         maximum = max(min(maximum, self._config.max_sequence_tokens - _OUTPUT_TOKENS[1] - 1), 1)
         text = self._generated_text

@@ -20,7 +20,15 @@ from cbatch.system.private import require_private, temporary_place
 
 SOURCE = Path(__file__).with_name("library.c")
 FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
-SYMBOLS = ("decode", "memory_bytes", "product", "lanes", "rest", "pack", "bytes_of_panel")
+SYMBOLS: tuple[str, ...] = (
+    "decode",
+    "memory_bytes",
+    "product",
+    "lanes",
+    "rest",
+    "pack",
+    "bytes_of_panel",
+)
 SYMBOLS += ("look_up", "choose")
 SYMBOLS += ("fuse", "ingest", "draft", "head_bytes")
 SYMBOLS += ("begin_attention", "end_attention", "attend_layer", "attention_floats")

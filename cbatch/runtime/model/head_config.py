@@ -33,8 +33,10 @@ _EAGLE1 = ("EagleLlamaForCausalLM", "EAGLELlamaForCausalLM", "EagleModel")
 _MEDUSA = ("MedusaModel", "MedusaForCausalLM")
 _UNSUPPORTED = ("peagle", "dflash", "dflash2", "dspark", "mtp", "mlp_speculator")
 _FC_NAMES = {"fc.weight", "model.fc.weight", "draft_model.fc.weight"}
-_HEAD_FIELDS = ("speculators_model_type", "eagle_config", "draft_vocab_size", "eagle_fc_bias")
-_HEAD_FIELDS += ("medusa_num_heads",)
+_HEAD_FIELDS = (
+    *("speculators_model_type", "eagle_config", "draft_vocab_size", "eagle_fc_bias"),
+    "medusa_num_heads",
+)
 
 
 class HeadConfig(msgspec.Struct, frozen=True):

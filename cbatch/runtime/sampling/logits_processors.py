@@ -303,7 +303,7 @@ class LogitsProcessors:
         and the first j drafts of row i, j <= num_drafted[i]. `drafts` is int64 [W, >= max k], or
         None. Afterwards the prefixes are the known tokens again. Return, for each row that reaches
         a prefix which no token may follow, the first such j."""
-        dead_ends = {}
+        dead_ends: dict[int, int] = {}
         for i in self.active[slots].nonzero()[0].tolist():
             chain, start, depth = self._chains[int(slots[i])], int(starts[i]), int(num_drafted[i])
             for j in range(depth + 1):

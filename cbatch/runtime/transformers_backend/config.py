@@ -50,7 +50,7 @@ def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> in
     kinds = getattr(config, "layer_types", None) or ()
     if "chunked_attention" in kinds:
         limits.append(config.attention_chunk_size)
-    window = getattr(config, "sliding_window", None)
+    window: Any = getattr(config, "sliding_window", None)
     masked = window and getattr(config, "use_sliding_window", True)
     if masked and all(layer.window is None for layer in layers):
         limits.append(window)
