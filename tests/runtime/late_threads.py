@@ -11,7 +11,7 @@ if __name__ == "__main__":
     model, ids = tiny_model(), torch.arange(40)
     batch, kv = whole_text(ids), fresh_kv(model, len(ids))
     with torch.inference_mode():
-        for _ in range(8000):
+        for _ in range(3000):
             for layers in ((2,), ()):
                 model.keep_hidden(layers)
                 model.forward(batch, kv, model.allocate_hidden(len(ids)))
