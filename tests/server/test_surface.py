@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from litestar import Litestar
 
 from cbatch import SamplingParams
-from cbatch.server.http.keys import KeyRing
 from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.replies import Replies
 from cbatch.server.serving.service import EngineService
@@ -346,7 +346,7 @@ def test_requests_of_one_id_run_at_the_same_time(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(KeyRing, "__len__"), (Metrics, "page"), (Replies, "usage")]
+    ("owner", "name"), [(Litestar, "__call__"), (Metrics, "page"), (Replies, "usage")]
 )
 def test_an_internal_error_has_the_same_format_as_other_errors(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str

@@ -1,4 +1,4 @@
-"""Thoughts over the API are separate from the answer, counted, and the same streamed or not. The
+"""Thoughts and calls over the API are separate from the answer, and the same streamed or not. The
 output of the model is scripted, token by token."""
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ def thought_of(message: Any) -> str | None:
     return extra.get("reasoning")
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("step_tokens", [1, 4, 500])
+@pytest.mark.parametrize(("step_tokens", "late"), [(1, False), (4, True), (500, False)])
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: f"{reply[0]} {reply[1][:20]!r}")
 def test_the_package_reads_thoughts_whole_and_streamed(
     models: dict[str, Model], reply: Any, step_tokens: int, late: bool
@@ -165,6 +164,34 @@ def test_the_package_reads_thoughts_whole_and_streamed(
         end = thought is not None and content is None and not calls  # EOS ends the thought
         want = len(service.tokenizer.encode(with_marks)) + end
         assert details.reasoning_tokens == 2 * want, "reasoning tokens"
+
+
+BODY: Any = {"messages": MESSAGES, "tools": TOOLS}
+
+
+def test_a_truncated_call_is_text_and_reports_length(models: dict[str, Model]) -> None:
+    service, client, _ = models["none"]
+    service.reason = FinishReason.LENGTH
+    for text, calls in ((TAG[:-20], 0), (f"{TAG}\n{TAG[:-20]}", 1)):
+        service.text = text
+        (choice,) = client.post(BODY, CHAT)[1]["choices"]
+        assert choice["finish_reason"] == "length" and "<tool_call>" in choice["message"]["content"]
+        assert len(choice["message"].get("tool_calls", [])) == calls
+
+
+def test_events_of_a_call(models: dict[str, Model]) -> None:
+    """Text comes at once, a call in one piece; the first event has the role."""
+    service, client, _ = models["none"]
+    service.text = f"Hold on. {TAG}{TAG}"
+    deltas = [e["choices"][0]["delta"] for e in client.stream(BODY, CHAT)]
+    assert deltas[:2] == [{"content": "Hol", "role": "assistant"}, {"content": "d o"}]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hold on."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [(call["index"], call["type"]) for call in calls] == [(0, "function"), (1, "function")]
+    for change in ({"tool_choice": "none"}, {"tools": []}):
+        service.text = TAG
+        (choice,) = client.post(BODY | change, CHAT)[1]["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (TAG, "stop")
 
 
 def test_thoughts_are_streamed_under_both_names(models: dict[str, Model]) -> None:
