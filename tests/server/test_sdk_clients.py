@@ -213,8 +213,8 @@ def test_raw_events_are_known_to_the_package(scene: Scene) -> None:
         deltas = [event.delta for event in parts if event.type.endswith("delta")]
         texts = [each if isinstance(each, str) else getattr(each, "text", "") for each in deltas]
         if scene.api == "responses":
-            wanted = [event for event in parts if event.type == "response.output_text.delta"]
-            texts = [event.delta for event in wanted]
+            kind = "response.output_text.delta"
+            texts = [event.delta for event in parts if event.type == kind]
     assert "".join(texts) == "Yes, it is." and len(list(filter(None, texts))) > 5
 
 
@@ -413,9 +413,9 @@ def test_completions_and_models(demo: openai.OpenAI, demo_llm: LLM) -> None:
     chat = demo.chat.completions.create(
         messages=[USER], n=2, logprobs=True, top_logprobs=2, **options
     )
-    for choice, other, wanted in zip(whole.choices, chat.choices, want.choices, strict=True):
-        assert choice.logprobs and other.logprobs and other.logprobs.content and wanted.logprobs
-        logprobs = [each.logprob for each in wanted.logprobs]
+    for choice, other, expected in zip(whole.choices, chat.choices, want.choices, strict=True):
+        assert choice.logprobs and other.logprobs and other.logprobs.content and expected.logprobs
+        logprobs = [each.logprob for each in expected.logprobs]
         assert choice.logprobs.token_logprobs == logprobs
         assert [each.logprob for each in other.logprobs.content] == logprobs
     more: Any = {"stream_options": {"include_usage": True}, "n": 2, "stream": True}

@@ -122,7 +122,7 @@ class CallMetrics(msgspec.Struct):
     speculative_decoding: SpeculativeDecoding | None
 
 
-class Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """An event of a streamed completion or chat. `usage` is null until the last, if requested."""
 
     id: str

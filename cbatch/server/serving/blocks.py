@@ -26,7 +26,7 @@ class ReplyBlock:
         return "".join(self.pieces)
 
 
-class Blocks(list[ReplyBlock]):
+class ReplyBlocks(list[ReplyBlock]):
     """The blocks of a request with one choice. `reason` is why it ended, once it has."""
 
     def __init__(self, replies: Replies) -> None:

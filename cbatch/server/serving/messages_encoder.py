@@ -9,7 +9,7 @@ import msgspec
 
 from cbatch.server.protocol.anthropic_request import ANTHROPIC_NAMES
 from cbatch.server.protocol.errors import anthropic_error
-from cbatch.server.serving.blocks import Blocks, ReplyBlock, named_event
+from cbatch.server.serving.blocks import ReplyBlocks, ReplyBlock, named_event
 from cbatch.server.serving.replies import Replies
 from cbatch.text.outputs import Output
 
@@ -26,7 +26,7 @@ class MessagesEncoder:
     ping = named_event("ping")
 
     def __init__(self, replies: Replies) -> None:
-        self.replies, self._blocks, self._started = replies, Blocks(replies), False
+        self.replies, self._blocks, self._started = replies, ReplyBlocks(replies), False
 
     def take(self, position: int, output: Output) -> None:
         for _ in self._blocks.read(position, output):

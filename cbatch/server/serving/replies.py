@@ -19,7 +19,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.protocol.responses import (
     ChatChunkChoice,
-    Chunk,
+    StreamChunk,
     CompletionChoice,
     CompletionResponse,
     PromptDetails,
@@ -51,7 +51,7 @@ class ChoiceState(SequenceTimes):
 
 
 class Update(NamedTuple):
-    """What one output adds to a choice: parts of the reply, and data of its tokens."""
+    """The parts that one output adds to the reply of a choice, and the output itself."""
 
     choice: ChoiceState
     output: Output
@@ -217,7 +217,7 @@ class ChunkEncoder:
     def _event(self, choices: list[Any], **more: Any) -> bytes:
         replies = self._replies
         head = (replies.api_request.id, self._kind, replies.created, replies.model.name)
-        return b"data: " + encode(Chunk(*head, choices, **more)) + b"\n\n"
+        return b"data: " + encode(StreamChunk(*head, choices, **more)) + b"\n\n"
 
     def last_event(self) -> bytes:
         """Return the end of the stream, with usage and metrics if requested."""

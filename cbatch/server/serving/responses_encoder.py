@@ -14,7 +14,7 @@ from cbatch.server.protocol.responses_request import (
     RESPONSES_NAMES,
     ResponsesCall,
 )
-from cbatch.server.serving.blocks import Blocks, ReplyBlock, named_event
+from cbatch.server.serving.blocks import ReplyBlocks, ReplyBlock, named_event
 from cbatch.server.serving.replies import PING, Replies, encode
 from cbatch.text.outputs import Output
 
@@ -34,7 +34,7 @@ class ResponsesEncoder:
     new_ids = True  # clients may repeat an id, and a stored response must not replace another
 
     def __init__(self, replies: Replies) -> None:
-        self.replies, self._blocks, self._started = replies, Blocks(replies), False
+        self.replies, self._blocks, self._started = replies, ReplyBlocks(replies), False
         assert isinstance(replies.api_request.origin, ResponsesCall)
         self._call = replies.api_request.origin
         # Names and namespaces of functions, by their names in a chat.
