@@ -9,7 +9,7 @@ import msgspec
 
 from cbatch.server.protocol.anthropic_request import ANTHROPIC_NAMES
 from cbatch.server.protocol.errors import anthropic_error
-from cbatch.server.serving.blocks import ReplyBlocks, ReplyBlock, named_event
+from cbatch.server.serving.blocks import ReplyBlock, ReplyBlocks, named_event
 from cbatch.server.serving.replies import Replies
 from cbatch.text.outputs import Output
 

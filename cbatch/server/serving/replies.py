@@ -19,11 +19,11 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.protocol.responses import (
     ChatChunkChoice,
-    StreamChunk,
     CompletionChoice,
     CompletionResponse,
     PromptDetails,
     PromptLogprobs,
+    StreamChunk,
     TokenDetails,
     Usage,
 )

@@ -14,7 +14,7 @@ from cbatch.server.protocol.responses_request import (
     RESPONSES_NAMES,
     ResponsesCall,
 )
-from cbatch.server.serving.blocks import ReplyBlocks, ReplyBlock, named_event
+from cbatch.server.serving.blocks import ReplyBlock, ReplyBlocks, named_event
 from cbatch.server.serving.replies import PING, Replies, encode
 from cbatch.text.outputs import Output
 
