@@ -202,8 +202,8 @@ def test_raw_events_are_known_to_the_package(scene: Scene) -> None:
         parts = list(scene.sdk.chat.completions.create(**fields))
         texts = [part.choices[0].delta.content or "" for part in parts]
     else:
-        kinds = {"responses": scene.sdk.responses, "messages": getattr(scene.sdk, "messages", None)}
-        parts = list(kinds[scene.api].create(**fields))
+        create = getattr(scene.sdk, scene.api).create
+        parts = list(create(**fields))
         for event in parts:
             assert type(event).__name__ != "BaseModel", event
             assert not {*(event.model_extra or {})} - {"name"}, event
@@ -398,7 +398,7 @@ OPTIONS: Any = {"max_tokens": 24, "temperature": 0.8, "seed": 7}
 @APIS
 def test_texts_are_those_of_the_model(demo: Any, demo_llm: LLM, api: str) -> None:
     (want,) = demo_llm.generate("Rome?", SamplingParams(**OPTIONS))
-    options = {"max_tokens": 24, "temperature": 0.8, "extra_body": {"seed": 7}}
+    options = {"max_tokens": 24, "extra_body": {"seed": 7, "temperature": 0.8}}
     for stream in (False, True):
         assert ask(demo, api, stream=stream, **options).text == want.text
 
@@ -442,19 +442,19 @@ def test_many_at_once_from_asyncio(demo_client: Client, demo_llm: LLM) -> None:
     prompts = [f"def function_{i}(x):\n" for i in range(8)]
     params = SamplingParams(max_tokens=16, temperature=0.8, seed=3)
     want = [completion.text for completion in demo_llm.generate(prompts, params)]
-    options: Any = {"model": MODEL, "max_tokens": 16, "temperature": 0.8}
+    options: Any = {"model": MODEL, "max_tokens": 16}
+    options |= {"extra_body": {"seed": 3, "temperature": 0.8}}
     url = f"http://127.0.0.1:{demo_client.port}"
 
     async def chat(sdk: openai.AsyncOpenAI, prompt: str) -> str:
         messages: Any = [{"role": "user", "content": prompt}]
         create = sdk.chat.completions.create
-        parts = await create(messages=messages, stream=True, seed=3, **options)
+        parts = await create(messages=messages, stream=True, **options)
         return "".join([part.choices[0].delta.content or "" async for part in parts])
 
     async def message(sdk: Any, prompt: str) -> str:
         messages: Any = [{"role": "user", "content": prompt}]
-        fields = {"messages": messages, "extra_body": {"seed": 3}, **options}
-        async with sdk.messages.stream(**fields) as events:
+        async with sdk.messages.stream(messages=messages, **options) as events:
             return str(await events.get_final_text())
 
     async def run() -> tuple[list[str], list[str]]:

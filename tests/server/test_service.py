@@ -28,6 +28,8 @@ from tests.server.http_client import open_request, served_model
 from tests.toy_engine import TOKENIZER
 
 PROMPT = "def add(a, b):"
+
+
 LONG = SamplingParams(max_tokens=450, seed=1)
 
 
@@ -258,5 +260,19 @@ def test_a_step_with_many_tokens_does_not_make_a_client_slow() -> None:
         async with service(limits, step_s=0.0, lookahead="fixed:8", num_blocks=4096) as made:
             outputs = await read(await submit(made, PROMPT, params))
             assert sum(len(output.token_ids) for output in outputs) == 32 * 40
+
+    asyncio.run(scene())
+
+
+def test_a_failed_stream_does_not_block_the_others() -> None:
+    async def scene() -> None:
+        streams = [open_request() for _ in range(3)]
+        streams[1].fail(SlowReaderError("on purpose"))
+        with pytest.raises(SlowReaderError):
+            async for _ in merged_outputs(streams):
+                pass
+        async with asyncio.timeout(60):
+            while len(asyncio.all_tasks()) > 1:
+                await asyncio.sleep(0)
 
     asyncio.run(scene())
