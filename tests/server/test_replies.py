@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
-from cbatch import LLM, FieldError
+from cbatch import LLM
 from cbatch.core.request.request import FinishReason
 from cbatch.server.protocol.chats import parse_chat
 from cbatch.server.protocol.requests import PendingPrompt
@@ -277,16 +277,8 @@ def prompt(model: Any, **body: Any) -> str:
     return model.tokenizer.decode(list(pending.make()), skip_special_tokens=False)
 
 
-def test_earlier_thoughts_may_be_sent_under_either_name() -> None:
+def test_earlier_thoughts_are_sent_in_the_form_of_the_template() -> None:
     model = toy_model(QWEN_TEMPLATE, tokenizer=QWEN, reasoning_parser="auto")
-    for name in ("reasoning", "reasoning_content"):
-        earlier = {"role": "assistant", "content": "Yes.", name: "Hm."}
-        text = prompt(model, messages=[*MESSAGES, earlier, *MESSAGES])
-        assert text == "[user]Rome?[assistant]<think>Hm.</think>Yes.[user]Rome?[assistant]\n"
-    none = [*MESSAGES, {"role": "assistant", "content": "Yes.", "reasoning": None}]
-    assert prompt(model, messages=none) == "[user]Rome?[assistant]Yes.[assistant]\n"
-    with pytest.raises(FieldError, match=r"messages\[0\].reasoning\[0\]: 'y' is not"):
-        prompt(model, messages=[{"role": "assistant", "content": "x", "reasoning": ["y"]}])
     off = prompt(model, chat_template_kwargs={"enable_thinking": False})
     assert off.endswith("[assistant]\n<think>\n\n</think>\n\n")
     # gpt-oss reads `thinking`, and refuses it together with calls that have content.
@@ -330,18 +322,6 @@ def test_a_structured_answer_begins_after_the_thought(
         given = {"structured_outputs": way["structured_outputs"] | {"around": own}}
         qwen.client.post(body | given, CHAT)
         assert qwen.service.params.structured_outputs.around == own
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_forced_calls_are_read_after_the_thought(models: dict[str, Model], stream: bool) -> None:
-    for name, opens in (("qwen", "<think>"), ("r1", "")):
-        model = models[name]
-        model.service.text = f"{opens}Hm: {CALL}</think>\n\n[{CALL}]"
-        (choice,) = ask(model, stream=stream, tools=TOOLS, tool_choice="required").choices
-        assert thought_of(choice.message) == f"Hm: {CALL}" and not choice.message.content
-        (call,) = choice.message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("f", '{"a": 1}')
-        assert choice.finish_reason == "tool_calls"
 
 
 # ---- with an engine ------------------------------------------------------------------------------

@@ -227,6 +227,16 @@ def test_long_bodies(client: Client) -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [10**7]}, "prompt"),
+        ({"prompt": "a" * 5000}, "prompt"),
+        ({"prompt": ["fine", ""]}, "prompt"),
+        ({"temperature": True}, "temperature"),
+        ({"n": 10**6}, "n"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop_token_ids": [10**7]}, "stop_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"max_tokens": 3.0}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"top_k": 10**12}, "top_k"),

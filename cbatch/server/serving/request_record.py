@@ -70,6 +70,10 @@ class DraftingCounts:
             self.longest_tokens = drafted
         self.accepted[accepted] += 1
 
+    @property
+    def wasted_tokens(self) -> int:
+        return self.drafted_tokens - self.accepted_tokens
+
     def accepted_at(self) -> list[int]:
         """Return, at index i, the number of steps that accepted draft token i."""
         return [sum(self.accepted[i + 1 :]) for i in range(self.longest_tokens)]
