@@ -1,4 +1,4 @@
-"""Conversations as agents send them back, in all APIs, also those that began with another server."""
+"""Conversations as agents send them back in all APIs, also those begun with another server."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class StreamChunk(msgspec.Struct):
     object: str
     created: int
     model: str
-    choices: list[CompletionChoice] | list[ChatChunkChoice]
+    choices: list[Any]  # of `CompletionChoice` or `ChatChunkChoice`
     prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat, with its first chunk
     usage: Usage | None | UnsetType = UNSET
     metrics: CallMetrics | UnsetType = UNSET
