@@ -48,7 +48,7 @@ class ChoiceState(SequenceTimes):
         self.reader: ReplyReader | None = None  # None: the reply is only text
         self.end_offset = 0  # text offset after the last returned log probabilities
         self.final: Choice | None = None
-        # The last chunk with only a text, or only a thought; the next such chunk differs in it alone
+        # The last chunk with only a text or a thought. The next such chunk differs in that alone.
         self.plain: dict[type, StreamChunk] = {}
 
 
