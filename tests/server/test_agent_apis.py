@@ -20,7 +20,6 @@ from cbatch.server.serving.messages_encoder import MessagesEncoder
 from cbatch.server.serving.replies import Encoder, Replies
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
 from cbatch.server.serving.responses_encoder import ResponsesEncoder
-from cbatch.text import ChatTemplate
 from tests.server.agents import (
     CALL,
     MESSAGES,
@@ -39,10 +38,8 @@ from tests.server.http_client import (
     Client,
     call,
     sample,
-    serving,
 )
 from tests.server.test_translation import USER, model, of_three, read
-from tests.toy_engine import make_engine
 
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
@@ -63,9 +60,6 @@ PATHS = pytest.mark.parametrize("path", BODIES)
 
 
 STREAM = pytest.mark.parametrize("stream", [False, True])
-
-
-TEMPLATE = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", {}, "x")
 
 
 EVERY = [COMPLETIONS, CHAT, RESPONSES, MESSAGES]
@@ -238,10 +232,9 @@ def test_keys_come_in_either_header() -> None:
             assert response.status == 200
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with serving(make_engine(max_model_len=256), chat_template=TEMPLATE) as client:
-        yield client
+@pytest.fixture
+def client(wide_client: Client) -> Client:
+    return wide_client
 
 
 def body_of(path: str, text: str, max_tokens: int = 4) -> dict[str, Any]:

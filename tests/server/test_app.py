@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,10 +21,9 @@ PROMPT = "def add(a, b):"
 ROOMY = {"num_blocks": 4096, "max_model_len": 8192, "block_size": 4}
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with serving(make_engine()) as client:
-        yield client
+@pytest.fixture
+def client(toy_client: Client) -> Client:
+    return toy_client
 
 
 def expected(**params: Any) -> list[str]:

@@ -38,10 +38,9 @@ BODIES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with serving(make_engine(max_model_len=256), chat_template=TEMPLATE) as client:
-        yield client
+@pytest.fixture
+def client(wide_client: Client) -> Client:
+    return wide_client
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,19 +13,16 @@ from litestar import Litestar
 from cbatch import SamplingParams
 from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.replies import Replies
-from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, COMPLETIONS, JSON, MODEL, Client, call, serving
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
-TEMPLATE = ChatTemplate("[{{ messages[0].content }}]", {}, "the test")
 BODY = {"prompt": PROMPT, "max_tokens": 20, "seed": 5}
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with serving(make_engine(), chat_template=TEMPLATE) as client:
-        yield client
+@pytest.fixture
+def client(toy_client: Client) -> Client:
+    return toy_client
 
 
 def test_the_model_and_its_limits(client: Client) -> None:
@@ -69,7 +65,7 @@ def test_texts_to_tokens_and_back(client: Client) -> None:
     assert back == {"prompt": "<|endoftext|>" + PROMPT}
     messages = [{"role": "user", "content": "abc"}]
     assert client.post({"messages": messages}, "/tokenize")[1]["tokens"] == TOKENIZER.encode(
-        "[abc]"
+        "[user]abc"
     )
     for path, wrong, field in (
         ("/tokenize", {}, "prompt"),
