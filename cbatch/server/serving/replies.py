@@ -220,7 +220,7 @@ class ChunkEncoder:
         part.token_ids = self._replies.token_ids(output)
         usage = self._replies.usage() if self._continuous else self._no_usage
         chunk = self._chunk([part], usage=usage, **more)
-        if choice.started and len(parts) == 1 and self._only_text:
+        if choice.started and len(parts) == 1 and isinstance(parts[0], str) and self._only_text:
             choice.plain[type(parts[0])] = chunk
         choice.started = True
         return event_of(chunk)
