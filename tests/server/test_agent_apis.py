@@ -15,11 +15,10 @@ from cbatch.server.http.errors import error_body
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.protocol import translation
 from cbatch.server.protocol.errors import OverloadedError, ServiceError
+from cbatch.server.serving.agent_encoders import MessagesEncoder, ResponsesEncoder
 from cbatch.server.serving.chat_encoder import ChatEncoder
-from cbatch.server.serving.messages_encoder import MessagesEncoder
 from cbatch.server.serving.replies import Encoder, Replies
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
-from cbatch.server.serving.responses_encoder import ResponsesEncoder
 from tests.server.agents import (
     CALL,
     MESSAGES,

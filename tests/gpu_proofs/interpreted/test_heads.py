@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cbatch import LLM, FieldError, SamplingParams
-from cbatch.engine.heads import trial_texts
+from cbatch.engine.loading import trial_texts
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.gpu.head_pass import DeviceStates
 from cbatch.runtime.model.shapes import Numerics
