@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from cbatch.core.request.errors import FieldError
-from cbatch.server.serving import collector, tracing
+from cbatch.server.serving import tracing
 from cbatch.server.serving.tracing import span_exporter
 from cbatch.system.logs import JsonLines, PlainLines
 from tests.cli.test_serve import serve
@@ -370,7 +370,7 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, li
 def test_no_more_than_the_start_of_an_answer_is_read(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector, "MAX_ANSWER_S", 0.5)
+    monkeypatch.setattr(tracing, "MAX_ANSWER_S", 0.5)
     with (
         answering(answer) as (url, whole),
         serving(make_engine(), span_exporter=span_exporter(url)) as client,
