@@ -61,6 +61,10 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     policy: PolicyStats | None  # None: the policy is not `adaptive`
     compiling: tuple[str, ...] = ()  # names of kernels that some requests wait for
 
+    @property
+    def kv_usage(self) -> float:
+        return 1 - (self.free_blocks + self.cached_blocks) / self.num_blocks
+
 
 class BackgroundKernels:
     """Kernels that are compiled in the background while the engine serves. An executor with such

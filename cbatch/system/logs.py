@@ -1,6 +1,6 @@
 """Log lines on standard error, as text or as JSON objects.
 
-Pass extra fields of a record as `extra=fields(name=value)`. No log line holds prompt text. Clients
+Pass extra fields of a record as `extra={"fields": {...}}`. No log line holds prompt text. Clients
 choose paths, ids and parts of errors. So all characters that are not printable are escaped: they
 could end a line, turn its direction, or control a terminal.
 """
@@ -19,11 +19,6 @@ LogFormat = Literal["text", "json"]
 _dumps = partial(json.dumps, default=str, ensure_ascii=False, separators=(",", ":"))
 # User and password of a URL, or a query, which libraries write with their errors.
 _SECRETS = re.compile(r"(?<=://)[^/\s'\"]*@|(?<=[\w/])\?[^\s'\")>]+")
-
-
-def fields(**values: Any) -> dict[str, Any]:
-    """Return the `extra` argument of a log call. Values that are None are left out."""
-    return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
 def configure(log_format: LogFormat, level: int = logging.INFO) -> None:

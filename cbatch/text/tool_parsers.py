@@ -10,7 +10,6 @@ from cbatch.text import TextTokenizer
 from cbatch.text.forced_tools import Tool, ToolChoice
 from cbatch.text.reply_reader import (
     ReplyFormat,
-    ReplyReader,
     ThoughtFormat,
     ToolCallFormat,
 )
@@ -84,11 +83,6 @@ CALLS: dict[ToolParser, ToolCallFormat] = {
         ),
     ),
 }
-
-
-def tagged_reader(*, parallel: bool) -> ReplyReader:
-    """Return a reader for Hermes and Qwen models that leaves thoughts in the text."""
-    return ReplyReader(ReplyFormat(CALLS["hermes"], THOUGHTS["qwen3"], parallel=parallel))
 
 
 # Parsers by texts in the chat template. The first DeepSeek-R1's template has no opening mark, and

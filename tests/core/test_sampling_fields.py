@@ -90,7 +90,7 @@ def test_a_field_does_something(llm: LLM, field: str) -> None:
     if field == "max_lookahead" and not speculates:
         return  # there is nothing to cap
     if field == "spaces_between_special_tokens":
-        return  # this tokenizer's decoder puts none there: tests/text/test_special_tokens.py
+        return  # this tokenizer's decoder puts none there: tests/text/test_stop.py
     without, value, look = CASES[field]
     base = {"max_tokens": 24, "temperature": 0.0} | without
     (plain,) = llm.generate(PROMPT, SamplingParams(**base))

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import FinishReason, Request, StructuredOutputs
-from cbatch.process import grammar_queue as queue_module
+from cbatch.process import server as queue_module
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Add, Cancel, Stepped
 from cbatch.process.server import EngineServer, GrammarQueue

@@ -10,9 +10,13 @@ import pytest
 
 from cbatch import LLM
 from cbatch.demo import demo_paths
-from cbatch.text import load_chat_template
+from cbatch.text import ChatTemplate, load_chat_template
 from tests.server.http_client import Client, serving
+from tests.toy_engine import make_engine
 
+ROLES = ChatTemplate(
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", {}, "the test"
+)
 OPTIONS: dict[str, Any] = {"numerics": "invariant", "lookahead": "ema:4", "max_num_seqs": 32}
 
 
@@ -25,6 +29,20 @@ def demo_llm() -> LLM:
 def demo_client() -> Iterator[Client]:
     engine = LLM(*demo_paths(), **OPTIONS).engine
     with serving(engine, chat_template=load_chat_template(demo_paths()[0])) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def toy_client() -> Iterator[Client]:
+    """Serve a toy engine whose prompts are `[role]content` of each message."""
+    with serving(make_engine(), chat_template=ROLES) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def wide_client() -> Iterator[Client]:
+    """The same with a context of 256 tokens."""
+    with serving(make_engine(max_model_len=256), chat_template=ROLES) as client:
         yield client
 
 

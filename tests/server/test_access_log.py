@@ -14,7 +14,7 @@ import pytest
 
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.system.logs import JsonLines, PlainLines, fields
+from cbatch.system.logs import JsonLines, PlainLines
 from tests.server.http_client import CHAT, Client, serving, wait_until
 from tests.server.raw_calls import post as post_bytes
 from tests.server.test_app import SlowEngine
@@ -147,7 +147,7 @@ def test_no_value_breaks_a_log_line(text: str) -> None:
         cause = sys.exc_info()
     values = {"name": "cbatch", "levelname": "INFO", "msg": "%s\nfailed", "args": (text,)}
     record = logging.makeLogRecord(
-        values | {"exc_info": cause} | fields(path=text, names=[text], tokens=3, none=None)
+        values | {"exc_info": cause} | {"fields": {"path": text, "names": [text], "tokens": 3}}
     )
     line = JsonLines().format(record)
     assert line.isprintable(), "one line"

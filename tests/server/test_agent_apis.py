@@ -1,144 +1,252 @@
-"""The Responses API and the Messages API with an engine: texts are those of chat completions."""
+"""Replies and errors of the Responses API and of the Messages API, whole and streamed. The model is
+scripted, or a toy."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema_rs
 import pytest
 
-from cbatch.core.request.errors import FieldError
-from cbatch.server.protocol.response_store import ResponseStore
-from cbatch.server.serving.admission_queue import Limits
-from cbatch.text import ChatTemplate
-from tests.checking.clock import VirtualClock
-from tests.server.agent_calls import MESSAGES, RESPONSES, ask, error_of
-from tests.server.http_client import CHAT, Client, call, sample, serving, wait_until
-from tests.toy_engine import make_engine
-
-TEMPLATE = ChatTemplate(
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]", {}, "the test"
+from cbatch.core.request.errors import too_long
+from cbatch.server.http.errors import error_body
+from cbatch.server.http.keys import KeyRing
+from cbatch.server.protocol import translation
+from cbatch.server.protocol.errors import OverloadedError, ServiceError
+from cbatch.server.serving.agent_encoders import MessagesEncoder, ResponsesEncoder
+from cbatch.server.serving.chat_encoder import ChatEncoder
+from cbatch.server.serving.replies import Encoder, Replies
+from cbatch.server.serving.request_record import RequestRecord, RequestTotals
+from tests.server.agents import (
+    CALL,
+    MESSAGES,
+    RESPONSES,
+    Block,
+    Scripted,
+    ask,
+    error_of,
+    events_of,
+    scripted_server,
 )
-USER: Any = {"role": "user", "content": "def add(a, b):"}
-BODIES: dict[str, Any] = {
-    CHAT: {"messages": [USER], "max_tokens": 24},
-    RESPONSES: {"input": [USER], "max_output_tokens": 24},
-    MESSAGES: {"messages": [USER], "max_tokens": 24},
+from tests.server.http_client import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    Client,
+    call,
+    sample,
+)
+from tests.server.test_translation import USER, model, of_three, read
+
+TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+TOOLS: dict[str, Any] = {
+    RESPONSES: {"tools": [TOOL]},
+    MESSAGES: {"tools": [{"name": "f", "input_schema": TOOL["parameters"]}]},
 }
-NEW = [RESPONSES, MESSAGES]
+
+
+BODIES: dict[str, Any] = {
+    RESPONSES: {"input": "Rome?", "max_output_tokens": 99},
+    MESSAGES: {"messages": [USER], "max_tokens": 99},
+}
+
+
+PATHS = pytest.mark.parametrize("path", BODIES)
+
+
 STREAM = pytest.mark.parametrize("stream", [False, True])
-PATHS = pytest.mark.parametrize("path", NEW)
+
+
+EVERY = [COMPLETIONS, CHAT, RESPONSES, MESSAGES]
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with serving(make_engine(max_model_len=256), chat_template=TEMPLATE) as client:
-        yield client
+def served() -> Iterator[Scripted]:
+    with scripted_server() as scripted:
+        yield scripted
 
 
-def chat(client: Client, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return message and usage of a chat completion; the message has its finish reason as well."""
-    status, answer, _ = client.post(BODIES[CHAT] | fields, CHAT)
-    assert status == 200, answer
-    (choice,) = answer["choices"]
-    return choice["message"] | {"reason": choice["finish_reason"]}, answer["usage"]
+@pytest.fixture(autouse=True)
+def as_ever(served: Scripted) -> Iterator[None]:
+    yield
+    served.restore()
 
 
-REASONS = {  # by the finish reason of a chat
-    "stop": ("completed", "end_turn"),
-    "tool_calls": ("completed", "tool_use"),
-    "length": ("incomplete max_output_tokens", "max_tokens"),
-}
+THOUGHT, ANSWER, CALLED = Block("thought", "Hm."), Block("text", "Yes."), Block("call", "", "f")
+
+
+REPLIES: list[tuple[str, list[Block]]] = [
+    ("Yes.", [ANSWER]),
+    ("<think>\nHm.\n</think>\n\nYes.", [THOUGHT, ANSWER]),
+    ("<think>Hm.", [THOUGHT]),
+    (CALL, [CALLED]),
+    (CALL + CALL, [CALLED, CALLED]),
+    (f"Yes.{CALL}\n{CALL}", [ANSWER, CALLED, CALLED]),
+    (f"<think>Hm.</think>Yes.{CALL}Yes.", [THOUGHT, ANSWER, CALLED, ANSWER]),
+    ("", []),
+]
 
 
 @STREAM
+@pytest.mark.parametrize("step_tokens", [1, 500])
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: reply[0][:24])
 @PATHS
-@pytest.mark.parametrize(
-    "fields",
-    [{"temperature": 0, "seed": 2}, {"temperature": 0.8, "seed": 3}, {"seed": 4, "top_k": 20}],
-    ids=str,
-)
-def test_texts_are_those_of_chat_completions(
-    client: Client, demo_client: Client, path: str, fields: dict[str, Any], stream: bool
+def test_a_reply_is_read_as_blocks(
+    served: Scripted, path: str, reply: Any, step_tokens: int, stream: bool
 ) -> None:
-    for served in (client, demo_client):
-        message, usage = chat(served, fields)
-        reply = ask(served, path, BODIES[path] | fields, stream=stream)
-        assert [block.text for block in reply.blocks] == [message["content"]]
-        assert reply.body["usage"]["output_tokens"] == usage["completion_tokens"]
+    text, blocks = reply
+    served.service.text, served.service.step_tokens = text, step_tokens
+    answer = ask(served.client, path, BODIES[path] | TOOLS[path], stream=stream)
+    shown = [block._replace(text="") if block.kind == "call" else block for block in answer.blocks]
+    assert shown == blocks
+    assert {json.loads(b.text)["a"] for b in answer.blocks if b.kind == "call"} <= {1}
+    calls = any(block.kind == "call" for block in blocks)
+    ends = {RESPONSES: ("completed", "completed"), MESSAGES: ("tool_use", "end_turn")}[path]
+    assert answer.reason == ends[not calls]
 
 
-SCHEMA: Any = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2]}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-SHAPES: dict[str, Any] = {
-    CHAT: {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-    RESPONSES: {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
-    MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-}
-FUNCTION: Any = {"name": "weather", "parameters": SCHEMA}
-CHAT_TOOLS: Any = [{"type": "function", "function": FUNCTION}]
-TOOLS: dict[str, Any] = {
-    CHAT: {"tools": CHAT_TOOLS, "tool_choice": "required"},
-    RESPONSES: {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
-    MESSAGES: {
-        "tools": [{"name": "weather", "input_schema": SCHEMA}],
-        "tool_choice": {"type": "any"},
-    },
-}
+@STREAM
+def test_calls_of_a_namespace_name_it(served: Scripted, stream: bool) -> None:
+    served.service.text = CALL.replace('"f"', '"ns.f"') + CALL
+    tools = [TOOL, {"type": "namespace", "name": "ns", "description": "", "tools": [TOOL]}]
+    reply = ask(served.client, RESPONSES, BODIES[RESPONSES] | {"tools": tools}, stream=stream)
+    names = [(item["name"], item.get("namespace")) for item in reply.body["output"]]
+    assert names == [("f", "ns"), ("f", None)]
 
 
 @STREAM
 @PATHS
-def test_schemas_hold(demo_client: Client, path: str, stream: bool) -> None:
-    own = {"seed": 3, "temperature": 0.8}
-    message, _ = chat(demo_client, SHAPES[CHAT] | own | {"max_tokens": 150})
-    length = {"max_output_tokens" if path == RESPONSES else "max_tokens": 150}
-    reply = ask(demo_client, path, BODIES[path] | SHAPES[path] | own | length, stream=stream)
-    (block,) = reply.blocks
-    jsonschema_rs.validate(SCHEMA, json.loads(block.text))
-    assert block.text == message["content"] and reply.reason in REASONS[message["reason"]]
+def test_tokens_are_counted_as_in_a_chat(served: Scripted, path: str, stream: bool) -> None:
+    served.service.text = "<think>Hm.</think>Yes."
+    _, chat, _ = served.client.post({"messages": [USER], "max_tokens": 99}, CHAT)
+    usage = ask(served.client, path, BODIES[path], stream=stream).body["usage"]
+    prompt, output = chat["usage"]["prompt_tokens"], chat["usage"]["completion_tokens"]
+    thought = chat["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert thought > 0
+    if path == RESPONSES:
+        assert usage == {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": prompt + output,
+        }
+    else:
+        assert usage == {
+            "input_tokens": prompt - 3,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 3,
+            "output_tokens": output,
+            "output_tokens_details": {"thinking_tokens": thought},
+        }
 
 
-@STREAM
+def test_a_response_repeats_its_request(served: Scripted) -> None:
+    fields = {
+        "instructions": "Be brief.",
+        "metadata": {"a": "b"},
+        "temperature": 0.5,
+        "tools": [TOOL],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "text"}},
+        "store": False,
+        "user": "me",
+    }
+    body = ask(served.client, RESPONSES, BODIES[RESPONSES] | fields, stream=False).body
+    assert {name: body[name] for name in fields} == fields
+    assert (
+        body["object"] == "response" and body["model"] == MODEL and body["id"].startswith("resp_")
+    )
+    message = ask(served.client, MESSAGES, BODIES[MESSAGES], stream=False).body
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", MODEL)
+    assert message["id"].startswith("msg_")
+
+
 @PATHS
-@pytest.mark.parametrize("seed", [3, 4])
-def test_forced_calls_are_those_of_a_chat(
-    demo_client: Client, path: str, seed: int, stream: bool
-) -> None:
-    own = {"seed": seed, "temperature": 0.8}
-    message, _ = chat(demo_client, TOOLS[CHAT] | own | {"max_tokens": 200})
-    want = [json.loads(each["function"]["arguments"]) for each in message["tool_calls"]]
-    length = {"max_output_tokens" if path == RESPONSES else "max_tokens": 200}
-    reply = ask(demo_client, path, BODIES[path] | TOOLS[path] | own | length, stream=stream)
-    assert [json.loads(block.text) for block in reply.blocks] == want
-    assert {(block.kind, block.name) for block in reply.blocks} == {("call", "weather")}
-    assert reply.reason in REASONS[message["reason"]]
+def test_unknown_fields_are_named_in_a_header(served: Scripted, path: str) -> None:
+    _, _, headers = served.client.post(BODIES[path] | {"colour": 1}, path)
+    assert headers["x-cbatch-ignored-fields"] == "colour"
 
 
-def test_cached_tokens_are_counted(client: Client) -> None:
-    long = "a different text that no other test sends, with some blocks of tokens. " * 2
-    for path in NEW:
-        turn = {"role": "user", "content": f"{path} {long}"}
-        body = BODIES[path] | ({"input": [turn]} if path == RESPONSES else {"messages": [turn]})
-        usages = [ask(client, path, body, stream=stream).body["usage"] for stream in (False, True)]
-        if path == RESPONSES:
-            cached = [usage["input_tokens_details"]["cached_tokens"] for usage in usages]
-            whole = [usage["input_tokens"] for usage in usages]
-        else:
-            cached = [usage["cache_read_input_tokens"] for usage in usages]
-            whole = [usage["input_tokens"] + n for usage, n in zip(usages, cached, strict=True)]
-        assert cached[0] < cached[1] < whole[1] == whole[0]
+@PATHS
+def test_an_error_before_the_first_token(served: Scripted, path: str) -> None:
+    """It is a status, or if the stream has begun, its last event."""
+    served.service.error, served.service.at_once = OverloadedError("full", 7), True
+    kind = "overloaded_error" if path == MESSAGES else "overloaded"
+    status, body, headers = served.client.post(BODIES[path], path)
+    assert (status, *error_of(path, body)) == (503, kind, "full")
+    assert headers["retry-after"] == "7"
+    last = events_of(served.client, path, BODIES[path])[-1]
+    if path == MESSAGES:
+        assert error_of(path, last) == (kind, "full")
+    else:
+        assert last["response"]["error"] == {"code": "server_error", "message": "full"}
+
+
+@PATHS
+def test_an_error_after_the_first_token_is_the_last_event(served: Scripted, path: str) -> None:
+    served.service.text, served.service.error = "Yes, and more", ServiceError("it broke")
+    events = events_of(served.client, path, BODIES[path])
+    if path == MESSAGES:
+        assert events[-1] == {
+            "type": "error",
+            "error": {"type": "api_error", "message": "it broke"},
+        }
+        assert events[0]["type"] == "message_start"
+    else:
+        assert events[-1]["type"] == "response.failed"
+        response = events[-1]["response"]
+        assert response["status"] == "failed" and response["id"] == events[0]["response"]["id"]
+        assert response["error"] == {"code": "server_error", "message": "it broke"}
+        assert served.client.get(f"{RESPONSES}/{response['id']}")[0] == 404, "it was stored"
+
+
+def test_keys_come_in_either_header() -> None:
+    keys = KeyRing(["first", "second"], max_requests_per_key=1)
+    with scripted_server(keys=keys) as (service, client):
+        service.text = "Yes."
+        for headers, status in (
+            ({"x-api-key": "first"}, 200),
+            ({"Authorization": "Bearer first"}, 200),
+            ({"Authorization": "Bearer wrong", "x-api-key": "second"}, 200),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": ""}, 401),
+            ({}, 401),
+        ):
+            for path in BODIES:
+                with client.open(BODIES[path], path, headers) as response:
+                    body = json.loads(response.read())
+                    assert response.status == status, (headers, path)
+                if status == 401:
+                    kind = error_of(path, body)[0]
+                    want = "authentication_error" if path == MESSAGES else "invalid_request_error"
+                    assert kind == want
+        with client.open(None, "/v1/models", {"x-api-key": "first"}) as response:
+            assert response.status == 200
+
+
+@pytest.fixture
+def client(wide_client: Client) -> Client:
+    return wide_client
+
+
+def body_of(path: str, text: str, max_tokens: int = 4) -> dict[str, Any]:
+    turns = [{"role": "user", "content": text}]
+    length = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    field = {COMPLETIONS: "prompt", RESPONSES: "input"}.get(path)
+    return {length: max_tokens} | ({field: text} if field else {"messages": turns})
 
 
 def test_counts_are_those_of_the_call(client: Client) -> None:
     more = {"messages": [{"role": "system", "content": "Be brief."}, USER]}
-    _, usage = chat(client, more)
+    _, answer, _ = client.post(more | {"max_tokens": 1}, CHAT)
+    usage = answer["usage"]
     body = {"messages": [USER], "system": "Be brief."}
     status, answer, _ = client.post(body, f"{MESSAGES}/count_tokens")
     assert (status, answer) == (200, {"input_tokens": usage["prompt_tokens"]})
@@ -148,22 +256,7 @@ def test_counts_are_those_of_the_call(client: Client) -> None:
     assert (status, answer) == (200, count)
 
 
-@PATHS
-def test_a_client_that_leaves_frees_its_slot(client: Client, path: str) -> None:
-    length = {"max_output_tokens" if path == RESPONSES else "max_tokens": 240}
-    body = BODIES[path] | length | {"stream": True, "ignore_eos": True}
-    before = sample(client, "vllm:request_success_total", finished_reason="abort")
-    for _ in range(3):
-        with client.open(body, path) as response:
-            assert response.readline().startswith(b"event: ")
-    wait_until(lambda: not client.get("/health")[1]["requests"])
-    aborted = sample(client, "vllm:request_success_total", finished_reason="abort")
-    assert aborted >= before  # a short answer may have been complete
-    for stream in (False, True):
-        assert ask(client, path, BODIES[path], stream=stream).blocks
-
-
-@pytest.mark.parametrize("path", [*NEW, f"{MESSAGES}/count_tokens", f"{RESPONSES}/input_tokens"])
+@pytest.mark.parametrize("path", [*BODIES, f"{MESSAGES}/count_tokens", f"{RESPONSES}/input_tokens"])
 def test_errors_have_the_format_of_their_api(client: Client, path: str) -> None:
     invalid = "invalid_request_error"
     missing = "not_found_error" if path.startswith(MESSAGES) else invalid
@@ -188,110 +281,123 @@ def test_errors_have_the_format_of_their_api(client: Client, path: str) -> None:
     assert (status, error_of(path, json.loads(body))[0]) == (405, invalid)
 
 
-# ---- stored responses -------------------------------------------------------------------------
+@STREAM
+@pytest.mark.parametrize("path", EVERY)
+def test_cached_tokens_are_those_of_the_metrics(client: Client, path: str, stream: bool) -> None:
+    text = f"{stream} {path} a text that no other test sends, with some blocks of tokens. "
+
+    def cached(more: dict[str, Any]) -> tuple[int, int]:
+        """Return the cached tokens of a call, and all tokens of its prompt."""
+        body = body_of(path, text * 2) | more
+        if path in (RESPONSES, MESSAGES):
+            usage = ask(client, path, body, stream=stream).body["usage"]
+            if path == MESSAGES:
+                num_cached = usage["cache_read_input_tokens"]
+                return num_cached, num_cached + usage["input_tokens"]
+            return usage["input_tokens_details"]["cached_tokens"], usage["input_tokens"]
+        options = {"stream_options": {"include_usage": True}}
+        if stream:
+            usage = client.stream(body | options, path)[-1]["usage"]
+        else:
+            usage = client.post(body, path)[1]["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+    first, _ = cached({})
+    hits = sample(client, "vllm:prefix_cache_hits_total")
+    num_cached, prompt_tokens = cached({})
+    assert sample(client, "vllm:prefix_cache_hits_total") - hits == num_cached
+    assert num_cached > prompt_tokens / 2 > first
+    if path in (COMPLETIONS, CHAT):
+        assert cached({"n": 3}) == (num_cached, prompt_tokens), "a prompt counts once"
+
+
+def test_each_prompt_of_a_call_counts(client: Client) -> None:
+    texts = [f"text {number} that only this test sends, of several blocks" for number in range(3)]
+    usages = [client.post({"prompt": texts, "max_tokens": 1})[1]["usage"] for _ in range(2)]
+    one = client.post({"prompt": texts[0], "max_tokens": 1})[1]["usage"]
+    num_cached = usages[1]["prompt_tokens_details"]["cached_tokens"]
+    assert num_cached >= 2 * one["prompt_tokens_details"]["cached_tokens"] > 0
+    assert num_cached < usages[1]["prompt_tokens"] == usages[0]["prompt_tokens"]
+
+
+WORDS = (
+    r"This model's maximum context length is 256 tokens\. .* resulted in (at least )?(\d+) tokens"
+)
+
+
+ANTHROPIC_WORDS = r"prompt is too long: (\d+) tokens > 255 maximum"
 
 
 @STREAM
-def test_a_conversation_goes_on_from_a_stored_response(client: Client, stream: bool) -> None:
-    """The text is that of the same conversation sent whole. Instructions are not carried on."""
-    first = {"input": "def f(", "instructions": "Be brief.", "max_output_tokens": 8, "seed": 1}
-    second = {"input": [{"role": "user", "content": "x"}], "max_output_tokens": 8, "seed": 2}
-    third = {"input": "y", "max_output_tokens": 8, "seed": 3}
-    one = ask(client, RESPONSES, first, stream=stream)
-    two = ask(client, RESPONSES, second | {"previous_response_id": one.body["id"]}, stream=stream)
-    three = ask(client, RESPONSES, third | {"previous_response_id": two.body["id"]}, stream=stream)
-    turns = [
-        *({"role": "user", "content": "def f("}, {"role": "assistant", "content": text(one)}),
-        *({"role": "user", "content": "x"}, {"role": "assistant", "content": text(two)}),
-        {"role": "user", "content": "y"},
-    ]
-    for reply, messages, seed in ((two, turns[:3], 2), (three, turns, 3)):
-        message, usage = chat(client, {"messages": messages, "max_tokens": 8, "seed": seed})
-        assert text(reply) == message["content"]
-        assert reply.body["usage"]["input_tokens"] == usage["prompt_tokens"]
-    assert three.body["previous_response_id"] == two.body["id"]
-    counted = client.post(
-        {"input": "y", "previous_response_id": two.body["id"]}, f"{RESPONSES}/input_tokens"
-    )[1]
-    assert counted["input_tokens"] == three.body["usage"]["input_tokens"]
+@pytest.mark.parametrize("size", [300, 90_000])  # counted in tokens, or in characters
+@pytest.mark.parametrize("path", EVERY)
+def test_a_full_context_is_said_in_words_that_agents_know(
+    client: Client, path: str, size: int, stream: bool
+) -> None:
+    body = body_of(path, " ~" * size) | {"stream": stream}
+    status, answer, _ = client.post(body, path)
+    assert status == 400
+    kind, message = error_of(path, answer)
+    assert kind == "invalid_request_error"
+    words = re.search(ANTHROPIC_WORDS if path == MESSAGES else WORDS, message)
+    assert words is not None and int(words[words.re.groups]) > 255, message
+    if path != MESSAGES:
+        assert answer["error"]["code"] == "context_length_exceeded"
+        fields = {COMPLETIONS: ["prompt"], RESPONSES: ["input"]}
+        assert answer["error"]["param"] in fields.get(path, ["messages", "prompt"])
 
 
-def text(reply: Any) -> str:
-    (block,) = reply.blocks
-    return str(block.text)
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_too_many_parts_are_a_full_context(client: Client, path: str) -> None:
+    field = "input" if path == RESPONSES else "messages"
+    status, answer, _ = client.post(body_of(path, "x") | {field: [USER] * 300}, path)
+    words = ANTHROPIC_WORDS if path == MESSAGES else WORDS
+    assert status == 400 and re.search(words, error_of(path, answer)[1])
 
 
-@STREAM
-def test_a_response_can_be_read_again_and_deleted(client: Client, stream: bool) -> None:
-    body = ask(client, RESPONSES, BODIES[RESPONSES], stream=stream).body
-    place = f"{RESPONSES}/{body['id']}"
-    assert client.get(place) == (200, body)
-    status, answer, _ = call(client, "DELETE", place)
-    deleted = {"id": body["id"], "object": "response", "deleted": True}
-    assert (status, json.loads(answer)) == (200, deleted)
-    status, answer = client.get(place)
-    assert status == 404 and answer["error"]["code"] == "previous_response_not_found"
-    assert answer["error"]["param"] == "response_id"
-    unkept = ask(client, RESPONSES, BODIES[RESPONSES] | {"store": False}, stream=stream).body
-    assert client.get(f"{RESPONSES}/{unkept['id']}")[0] == 404
-    for response_id in (body["id"], unkept["id"], "resp_other"):
-        continued = BODIES[RESPONSES] | {"previous_response_id": response_id, "stream": stream}
-        status, answer, _ = client.post(continued, RESPONSES)
-        assert status == 404 and answer["error"]["param"] == "previous_response_id"
-        assert f"{response_id!r} is unknown or has expired" in answer["error"]["message"]
+def test_too_many_ids_are_a_full_context(client: Client) -> None:
+    for count in (256, 257):
+        status, answer, _ = client.post({"prompt": [5] * count})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert re.search(WORDS, answer["error"]["message"])
+    assert client.post({"prompt": [5] * 255, "max_tokens": 9})[0] == 200
 
 
-def test_an_expired_response_is_not_found() -> None:
-    limits = Limits(response_store_age_s=0.2)
-    with serving(make_engine(), limits, chat_template=TEMPLATE) as client:
-        body = ask(client, RESPONSES, BODIES[RESPONSES], stream=False).body
-        place = f"{RESPONSES}/{body['id']}"
-        wait_until(lambda: client.get(place)[0] == 404)
-    limits = Limits(response_store_bytes=0)
-    with serving(make_engine(), limits, chat_template=TEMPLATE) as client:
-        body = ask(client, RESPONSES, BODIES[RESPONSES], stream=False).body
-        assert client.get(f"{RESPONSES}/{body['id']}")[0] == 404
+@pytest.mark.parametrize(
+    ("api", "kind"),
+    [("responses", ResponsesEncoder), ("messages", MessagesEncoder), ("chat", ChatEncoder)],
+)
+def test_a_stream_that_has_begun_ends_with_the_same_words(api: str, kind: type[Encoder]) -> None:
+    record = RequestRecord(RequestTotals(), "POST", "/", "1")
+    encoder = kind(Replies(read(api, of_three("text")[api]), model(), record))
+    error = too_long("messages", 300, 256)
+    event = encoder.error_event(
+        error_body(str(error), "invalid_request_error", "messages", "context_length_exceeded")
+    )
+    (data,) = re.findall(rb"^data: ({.*)$", event, re.MULTILINE)
+    sent = json.loads(data)
+    if api == "messages":
+        assert sent["error"]["type"] == "invalid_request_error"
+        assert re.search(ANTHROPIC_WORDS, sent["error"]["message"])
+    else:
+        assert (sent.get("response") or sent)["error"]["code"] == "context_length_exceeded"
+        assert sent.get("type") in (None, "response.failed")
 
 
-def test_responses_belong_to_their_key_and_leave_when_they_are_old() -> None:
-    clock = VirtualClock()
-    store = ResponseStore(10_000, 10, clock)
-    mine, other = store.of("mine"), store.of("other")
-    mine.keep("a", b"body", [b"1", b"2"], {})
-    assert (mine.body("a"), mine.items("a")) == (b"body", [b"1", b"2"])
-    assert store.of("mine") is mine
-    with pytest.raises(FieldError, match="response_id: 'a' is unknown or has expired"):
-        other.body("a")
-    with pytest.raises(FieldError, match="response_id: 'a'"):
-        other.delete("a")
-    clock.advance(9)
-    mine.keep("b", b"", [], {})
-    assert mine.body("a")
-    clock.advance(2)
-    with pytest.raises(FieldError, match="previous_response_id: 'a' is unknown or has expired"):
-        mine.items("a")
-    mine.keep("c", b"", [], {})
-    assert len(mine) == 2, "an expired response is still there"
-    mine.delete("b")
-    mine.delete("c")
-    assert len(mine) == mine.num_bytes == 0
+@pytest.mark.parametrize("path", EVERY)
+def test_a_body_has_few_members(client: Client, path: str) -> None:
+    names = {f"a{number}": 1 for number in range(50_000)}
+    status, answer, _ = client.post(body_of(path, "x") | names, path)
+    assert status == 400 and "members; send <= 10000" in error_of(path, answer)[1]
 
 
-def test_the_store_is_bounded_and_drops_the_oldest() -> None:
-    limit = 20_000
-    store = ResponseStore(limit, 60).of(None)
-    for number in range(100):
-        store.keep(str(number), b"b" * 500, [b"i" * 400] * 2, {})
-        assert store.num_bytes <= limit
-        assert store.body(str(number))
-    kept = [number for number in range(100) if _has(store, number)]
-    assert kept == list(range(100 - len(store), 100)) and 5 < len(kept) < 15
-    store.keep("huge", b"b" * limit, [], {})
-    assert not _has(store, "huge") and len(store) == len(kept), "it displaced others"
-
-
-def _has(store: Any, response_id: object) -> bool:
-    try:
-        return bool(store.body(str(response_id)))
-    except FieldError:
-        return False
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_few_names_of_unknown_members_are_kept(api: str, monkeypatch: Any) -> None:
+    renamed = []
+    rename = translation.rename
+    monkeypatch.setattr(translation, "rename", lambda *args: renamed.append(args) or rename(*args))
+    names = {f"a{number}": 1 for number in range(9_000)}
+    part = of_three("text")[api]
+    turns = [USER | names] * 3
+    for body in (part | names, part | {"input" if api == "responses" else "messages": turns}):
+        assert len(read(api, body).ignored) <= 128 and len(renamed) <= 128

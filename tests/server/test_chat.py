@@ -148,31 +148,6 @@ def test_unsupported_fields_are_rejected_by_name(
     assert answer["error"]["message"].startswith(field)
 
 
-def test_text_of_messages_cannot_be_a_control_token(client: Client) -> None:
-    """In a completion, the same text is a control token, because the client wrote the whole
-    prompt."""
-    control = "a<|endoftext|>b"
-    assert 0 in TOKENIZER.encode(control) and TOKENIZER.special_ids == {0}
-    assert client.post({"prompt": control, "max_tokens": 2})[0] == 200
-    messages = [{"role": "user", "content": control, "name": control}]
-    answer = whole(
-        client, messages=messages, return_token_ids=True, chat_template_kwargs={"mark": control}
-    )
-    ids = answer["prompt_token_ids"]
-    assert TOKENIZER.special_ids.isdisjoint(ids)
-    assert TOKENIZER.decode(ids) == f"[user]{control}{control}[assistant]"
-    _, tokenized, _ = client.post({"messages": messages}, "/tokenize")
-    text = TOKENIZER.decode(tokenized["tokens"], skip_special_tokens=False)
-    assert text == f"[user]{control}[assistant]" and 0 not in tokenized["tokens"]
-
-
-def test_neutral_fields_and_nulls_change_nothing(client: Client) -> None:
-    neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}
-    nulls = {"temperature": None, "stop": None, "tools": None, "stream": None, "logprobs": None}
-    assert whole(client, **neutral)["choices"][0]["message"]["content"] == expected()[0]
-    assert whole(client, **nulls)["choices"][0]["message"]["content"] == expected()[0]
-
-
 def test_a_model_without_a_template_reports_the_remedy() -> None:
     with serving(make_engine()) as client:
         status, answer, _ = client.post(BODY, CHAT)

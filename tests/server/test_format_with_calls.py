@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cbatch import LLM, FieldError
+from cbatch import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.grammars import Grammars
 from cbatch.server.protocol.anthropic_request import parse_messages
@@ -16,12 +15,11 @@ from cbatch.server.protocol.chats import parse_chat
 from cbatch.server.protocol.requests import ApiRequest, PendingPrompt
 from cbatch.server.protocol.response_store import ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
-from cbatch.text import ChatTemplate, TextTokenizer
+from cbatch.text import TextTokenizer
 from cbatch.text.forced_tools import ToolCallPart
 from cbatch.text.reply_reader import ReplyReader
-from tests.server.http_client import CHAT, serving, toy_model
+from tests.server.http_client import toy_model
 from tests.server.scripted import EOS, tokenizer_with
-from tests.test_llm import write_model
 
 QWEN = tokenizer_with(["<think>", "</think>", "<tool_call>", "</tool_call>"], ["<|im_end|>"])
 PLAIN = tokenizer_with()  # marks are text
@@ -254,43 +252,3 @@ def test_in_every_api(parse: Any, body: dict[str, Any]) -> None:
     for before in ("", "<think>a</think>\n\n"):
         assert takes(QWEN, params, before + hermes((FREE, "{}")))
         assert takes(QWEN, params, before + ANSWER) and not takes(QWEN, params, before + OTHER)
-
-
-@pytest.mark.parametrize("begin", ["<tool_call>", "{"])
-def test_an_engine_calls_or_answers(tmp_path: Path, begin: str) -> None:
-    """The model is random. A bias of the first token makes it call or answer."""
-    llm = LLM(
-        write_model(tmp_path / "target", tokenizer=QWEN.raw),
-        random_weights_seed=0,
-        lookahead="fixed:3",
-        drafter=("ngram",),
-    )
-    (first,) = QWEN.encode(begin)
-    choice = {"enum": ["x", "y"]}
-    parameters = {"properties": {"p": choice}, "required": ["p"], "additionalProperties": False}
-    strict = {"name": "f", "parameters": parameters, "strict": True}
-    body = {
-        "messages": [USER],
-        "tools": [{"type": "function", "function": strict}],
-        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-        "logit_bias": {first: 9},
-        "max_tokens": 90,
-        "n": 3,
-        "parallel_tool_calls": False,
-    }
-    template = ChatTemplate("q", {}, "the test")
-    with serving(llm.engine, chat_template=template, tool_parser="hermes") as client:
-        status, answer, _ = client.post(body, CHAT)
-        assert status == 200, answer
-    ended = 0
-    for reply in answer["choices"]:
-        message = reply["message"]
-        if begin == "{" and reply["finish_reason"] == "stop":
-            assert json.loads(message["content"]).keys() == {"a"}
-            ended += 1
-        if begin != "{" and reply["finish_reason"] == "tool_calls":
-            (call,) = message["tool_calls"]
-            assert call["function"]["name"] == "f" and message["content"] is None
-            assert json.loads(call["function"]["arguments"])["p"] in ("x", "y")
-            ended += 1
-    assert ended, answer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection, RemoteDisconnected
 from pathlib import Path
@@ -42,10 +41,9 @@ READ = (
 TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "the test")
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with serving(make_engine(), chat_template=TEMPLATE) as client:
-        yield client
+@pytest.fixture
+def client(toy_client: Client) -> Client:
+    return toy_client
 
 
 # ---- HEAD ----------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.engine.model_files import chat_template_of
 from tests.server.http_client import CHAT, Client, serving
-from tests.smollm2 import needs_smollm2
 from tests.test_llm import write_model
 
 # A template of a model that thinks, with tools and a variable.
@@ -192,23 +191,3 @@ def test_without_a_template_or_a_tokenizer(tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (without,) = LLM(model, tokenizer="none", **options).chat([user("a")])
     assert "there is no tokenizer" in str(without.error)
-
-
-@pytest.mark.slow
-@needs_smollm2
-def test_smollm2_answers_as_its_server_does() -> None:
-    llm, other = (LLM("smollm2", max_num_seqs=4, max_model_len=512) for _ in range(2))
-    conversations = [
-        [user("Why is the sky blue?")],
-        [{"role": "system", "content": "Answer in French."}, user("What is a cat?")],
-        [user("Hi"), {"role": "assistant", "content": "Hello!"}, user("Tell me a joke.")],
-    ]
-    template = chat_template_of("smollm2")
-    with serving(other.engine, chat_template=template, reasoning_parser="auto") as client:
-        for schema in (None, SCHEMA):
-            answers = llm.chat(conversations, SamplingParams(**SAMPLING), schema=schema)
-            form = {"type": "json_schema", "json_schema": {"schema": schema}}
-            more = {} if schema is None else {"response_format": form}
-            for messages, answer in zip(conversations, answers, strict=True):
-                body = {"messages": messages, **SAMPLING, **more}
-                assert [answer.text] == texts_of(client, body)

@@ -12,8 +12,7 @@ from cbatch.server.protocol.chats import parse_chat
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import PendingPrompt
 from cbatch.text import ChatTemplate
-from cbatch.text.forced_tools import ForcedCallReader, call_id
-from cbatch.text.tool_parsers import tagged_reader
+from cbatch.text.forced_tools import call_id
 from tests.toy_engine import TOKENIZER
 
 USER = {"role": "user", "content": "hi"}
@@ -209,12 +208,7 @@ def test_ids_are_shortened_for_templates_that_require_nine_letters(call: str) ->
 
 def test_the_servers_own_ids_are_not_changed() -> None:
     made = [call_id() for _ in range(100)]
-    (forced, *_) = ForcedCallReader("f").push("{}")
-    (parsed, *_) = tagged_reader(parallel=True).push(
-        '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    )
-    assert not isinstance(parsed, str) and forced.id and parsed.id
-    for made_id in (*made, forced.id, parsed.id):
+    for made_id in made:
         messages = [
             CALLED | {"tool_calls": [CALL | {"id": made_id}]},
             RESULT | {"tool_call_id": made_id},

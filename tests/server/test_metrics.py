@@ -1,4 +1,4 @@
-"""Prometheus metrics compared with the engine's outputs and the clients' answers."""
+"""Metrics of a server, and of several replicas."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cbatch.engine.core import EngineCore
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Stepped
+from cbatch.server.serving.metrics import merge
 from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Speculation
 from tests.process.factories import SimFactory
@@ -182,3 +184,23 @@ def test_the_page_is_valid_for_prometheus() -> None:
             for i in range(3)
         ]
         assert sum(at) == counts.accepted_tokens and at == sorted(at, reverse=True)
+
+
+def test_every_series_has_its_replicas_label(demo_client: Client) -> None:
+    demo_client.post({"prompt": "def", "max_tokens": 3})
+    with demo_client.open(None, "/metrics") as answer:
+        page = answer.read()
+    merged = merge([("a", page), ("b", page)]).decode()
+    alone = {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in text_string_to_metric_families(page.decode())
+        for s in family.samples
+    }
+    assert any(name == "vllm:e2e_request_latency_seconds_bucket" for name, *_ in alone)
+    values: dict[str, dict[tuple[object, ...], float]] = {"a": {}, "b": {}}
+    for family in text_string_to_metric_families(merged):
+        for name, labels, value, *_ in family.samples:
+            values[labels.pop("replica")][(name, *sorted(labels.items()))] = value
+    assert values == {"a": alone, "b": alone}
+    heads = [line for line in merged.splitlines() if line.startswith("# TYPE")]
+    assert len(heads) == len(set(heads)) > 20, "a family has one header"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from cbatch.engine.unsupported import UNSUPPORTED_FIELDS
 from cbatch.server.protocol.chats import ChatFields
 from cbatch.server.protocol.requests import CompletionFields
-from cbatch.text import ChatTemplate
-from tests.server.http_client import CHAT, COMPLETIONS, Client, serving
-from tests.toy_engine import TOKENIZER, make_engine
+from tests.server.http_client import CHAT, COMPLETIONS, Client
+from tests.toy_engine import TOKENIZER
 
 PROMPT = "def add(a, b):"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -20,11 +18,9 @@ SAMPLED: dict[str, Any] = {"max_tokens": 12, "seed": 5}
 TOOL = {"name": "f", "description": None, "parameters": None, "strict": None}
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    template = ChatTemplate("[{{ messages[0].content }}]", {}, "the test")
-    with serving(make_engine(), chat_template=template) as client:
-        yield client
+@pytest.fixture
+def client(toy_client: Client) -> Client:
+    return toy_client
 
 
 def text(client: Client, path: str, body: dict[str, Any]) -> str:

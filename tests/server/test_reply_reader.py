@@ -23,6 +23,10 @@ ROME = '{"city": "Rome", "days": 1.50}'
 OBJECT = f'{{"name": "f", "arguments": {ROME}}}'
 F, G = ("f", ROME), ("g", "{}")
 TAG = f"<tool_call>\n{OBJECT}\n</tool_call>"
+TRICKY = '{"xml": "<tool_call>{}</tool_call>", "s": "\\"}"}'
+TRICKY_TAG = f'<tool_call>{{"name": "write", "arguments": {TRICKY}}}</tool_call>'
+QUOTED = f'<tool_call>{{"name": "write", "arguments": {json.dumps(TRICKY)}}}</tool_call>'
+BAD = '<tool_call>{"name": "f", "arguments": {oops}}</tool_call>'
 FINAL, END = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>"
 TO_F = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ROME}"
@@ -91,6 +95,27 @@ SCRIPTS = [
         '<tool_call>{"a": [1, 2]}</tool_call>',
         '<tool_call>{"a": [1, 2]}</tool_call>',
     ),
+    # Hermes and Qwen: tags anywhere in the text.
+    *(
+        Script("hermes", "qwen3", text, content, "", calls)
+        for text, content, calls in (
+            ("Plain, with a < b, and <tool", "Plain, with a < b, and <tool", []),
+            (" \n", " \n", []),
+            (f"\n{TAG}\n", "", [F]),
+            (f"I look.\n{TAG}", "I look.", [F]),
+            (f"{TAG}{TRICKY_TAG}{TAG}", "", [F, ("write", TRICKY)] + [F]),
+            (f"a {TAG} b {TAG} c", "a b c", [F, F]),
+            (f"<tool_call{TAG}", "<tool_call", [F]),
+            (TAG.removesuffix("</tool_call>"), "", [F]),
+            (TAG.removesuffix("_call>"), "", [F]),
+            (f"{'x' * 60} {TAG[:-20]}", f"{'x' * 60} {TAG[:-20]}", []),
+            (f"{TAG}\n {BAD}", f"\n {BAD}", [F]),
+            ('<tool_call>{"arguments": null, "name": "g"}</tool_call>', "", [G]),
+            ('<tool_call>{"name": "g"}</tool_call>', "", [G]),
+            ('<tool_call>{"name": "g", "arguments": ""}</tool_call>', "", [G]),
+            (QUOTED, "", [("write", TRICKY)]),
+        )
+    ),
     # Llama: the reply consists of calls from its beginning.
     Script("llama3_json", "qwen3", f"<think>{OBJECT}</think>\n{OBJECT}", "", OBJECT, [F]),
     Script(
@@ -98,6 +123,17 @@ SCRIPTS = [
     ),
     Script("llama3_json", "qwen3", f"{OBJECT}; then", "; then", "", [F]),
     Script("llama3_json", "qwen3", f'{{"a": 1}} {OBJECT}', f'{{"a": 1}} {OBJECT}'),
+    *(
+        Script("llama3_json", "qwen3", text, content, "", calls)
+        for text, content, calls in (
+            ("Hello {", "Hello {", []),
+            (f"See: {OBJECT}", f"See: {OBJECT}", []),
+            (OBJECT[:-1], OBJECT[:-1], []),
+            ('{"name": "Bob", "age": 7}', '{"name": "Bob", "age": 7}', []),
+            ('{"type": "function", "name": "g", "parameters": null}', "", [G]),
+            (f'{{"name": "f", "arguments": null, "parameters": {ROME}}}', "", [F]),
+        )
+    ),
     # Mistral, older and newer.
     Script(
         "mistral",
@@ -253,6 +289,13 @@ def test_a_reply_is_read_the_same_however_it_is_cut(script: Script) -> None:
         assert read(reader_of(script, separate=False), pieces) == raw, pieces
     one = read(reader_of(script, parallel=False), [script.text])
     assert message(one) == (script.content, script.thought, script.expected_calls[:1])
+
+
+@pytest.mark.parametrize("text", ["[" * 9000, '{"a":' * 9000])
+def test_deep_nesting_is_text(text: str) -> None:
+    for pieces in ([text], list(text)):
+        reader = ReplyReader(ReplyFormat(CALLS["llama3_json"]))
+        assert message(read(reader, pieces)) == (text, "", [])
 
 
 FRAGMENTS = [

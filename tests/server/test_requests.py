@@ -87,3 +87,19 @@ def test_reasoning_effort_is_a_variable_of_the_template() -> None:
     ):
         body = json.dumps({"messages": messages} | more).encode()
         assert model.tokenizer.decode(chat_ids(body, model)) == text
+
+
+def test_the_template_is_given_the_tools() -> None:
+    tools: Any = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+
+    def prompt(parser: Any, **change: Any) -> str:
+        text = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+        model = toy_model(text, tool_parser=parser)
+        body = {"messages": MESSAGES, "tools": tools} | change
+        (pending,) = parse_chat(json.dumps(body).encode(), model).prompts
+        return model.tokenizer.decode(pending.task(model))  # type: ignore[union-attr]
+
+    assert prompt("hermes") == prompt("llama3_json", tool_choice="auto") == "<a><b>"
+    assert prompt("hermes", tool_choice="none") == ""
+    with pytest.raises(FieldError, match=r"tool_choice: 'auto'.*--tool-call-parser \(hermes, llam"):
+        prompt(None)

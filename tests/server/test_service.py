@@ -28,6 +28,8 @@ from tests.server.http_client import open_request, served_model
 from tests.toy_engine import TOKENIZER
 
 PROMPT = "def add(a, b):"
+
+
 LONG = SamplingParams(max_tokens=450, seed=1)
 
 
@@ -68,7 +70,9 @@ def children() -> set[str]:
 
 
 async def idle(made: EngineService) -> None:
-    while made.stats is None or made.stats.num_running or made.stats.num_waiting:
+    while (
+        made.client.stats is None or made.client.stats.num_running or made.client.stats.num_waiting
+    ):
         await asyncio.sleep(0.002)
     assert made.num_requests == made.queue.num_requests == made.queue.num_prompt_tokens == 0
 
@@ -103,7 +107,7 @@ def test_a_warm_service_has_started_its_first_worker_and_run_its_first_steps(ste
             await made.warm(steps=steps)
             assert children() > before and not made.num_open
             await idle(made)
-            assert made.stats is not None and bool(made.stats.totals.steps) == steps
+            assert made.client.stats is not None and bool(made.client.stats.totals.steps) == steps
             assert not made.queue.rejections
 
     asyncio.run(scene())
@@ -135,7 +139,7 @@ def test_a_stop_does_not_wait_for_the_first_steps(grace_s: float | None) -> None
                 begin_s = time.monotonic()
                 await made.drain(grace_s)
                 assert time.monotonic() - begin_s < grace_s
-                assert made.has_ended
+                assert made.stopping and not made.num_open
 
     asyncio.run(scene())
 
@@ -258,5 +262,19 @@ def test_a_step_with_many_tokens_does_not_make_a_client_slow() -> None:
         async with service(limits, step_s=0.0, lookahead="fixed:8", num_blocks=4096) as made:
             outputs = await read(await submit(made, PROMPT, params))
             assert sum(len(output.token_ids) for output in outputs) == 32 * 40
+
+    asyncio.run(scene())
+
+
+def test_a_failed_stream_does_not_block_the_others() -> None:
+    async def scene() -> None:
+        streams = [open_request() for _ in range(3)]
+        streams[1].fail(SlowReaderError("on purpose"))
+        with pytest.raises(SlowReaderError):
+            async for _ in merged_outputs(streams):
+                pass
+        async with asyncio.timeout(60):
+            while len(asyncio.all_tasks()) > 1:
+                await asyncio.sleep(0)
 
     asyncio.run(scene())

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
 from cbatch.server.protocol.chats import parse_chat
-from cbatch.server.protocol.requests import PendingPrompt
 from cbatch.text.forced_tools import ForcedCallReader
-from tests.grammars.test_validator import HOSTILE
 from tests.server.http_client import CHAT, MODEL, Client, serving, toy_model
-from tests.toy_engine import TOKENIZER, make_engine
+from tests.toy_engine import make_engine
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
@@ -77,18 +75,6 @@ def test_a_schema_gives_json_that_it_validates(
         for part in event.choices:
             streamed[part.index] += part.delta.content or ""
     assert streamed == texts
-
-
-def test_a_truncated_structured_text_reports_length(sdk: openai.OpenAI) -> None:
-    """It is the beginning of a valid text."""
-    options = {**OPTIONS, "max_tokens": 6}
-    whole = sdk.chat.completions.create(messages=MESSAGES, response_format=FORMAT, **options)
-    (choice,) = whole.choices
-    assert choice.finish_reason == "length" and (choice.message.content or "").startswith("{")
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(choice.message.content or "")
-    with pytest.raises(openai.LengthFinishReasonError):
-        sdk.chat.completions.parse(messages=MESSAGES, response_format=FORMAT, **options)
 
 
 @pytest.mark.parametrize(
@@ -263,14 +249,6 @@ def test_integers_of_any_size_in_a_schema(demo_client: Client, way: str) -> None
     assert demo_client.get("/health")[1]["requests"] == 0
 
 
-@pytest.mark.parametrize("name", ["rules", "references", "options", "groups"])
-def test_a_hostile_grammar_is_served_or_rejected(demo_client: Client, name: str) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 4, "structured_outputs": HOSTILE[name]}
-    status, answer, _ = demo_client.post(body)
-    assert status == 200 or (status, answer["error"]["param"]) == (400, "structured_outputs")
-    assert demo_client.post({"prompt": PROMPT, "max_tokens": 1})[0] == 200
-
-
 def test_an_engine_without_grammars_rejects_them() -> None:
     with serving(make_engine()) as client:
         body = {"prompt": PROMPT, "response_format": {"type": "json_object"}}
@@ -284,49 +262,6 @@ def test_an_engine_without_grammars_rejects_them() -> None:
 # ---- tool calls ----------------------------------------------------------------------------------
 
 
-def check_calls(calls: Any, names: set[str]) -> None:
-    for call in calls:
-        assert call.type == "function" and re.fullmatch("[a-zA-Z0-9]{9}", call.id)
-        assert call.function.name in names
-        arguments = json.loads(call.function.arguments)
-        if call.function.name == "weather":
-            jsonschema_rs.validate(PLACE, arguments)
-        else:
-            assert arguments == {}
-    assert len({call.id for call in calls}) == len(calls)
-
-
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_forced_calls_whole_and_streamed(sdk: openai.OpenAI, choice: Any) -> None:
-    fields = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "n": 2, **OPTIONS}
-    fields["max_tokens"] = 90
-    whole = sdk.chat.completions.create(**fields)
-    names = {"weather", "now"} if choice == "required" else {"weather"}
-    for c in whole.choices:
-        calls = c.message.tool_calls or []
-        assert c.message.content is None
-        if c.finish_reason == "tool_calls":
-            assert calls
-            check_calls(calls, names)
-    finished = [c.finish_reason for c in whole.choices]
-    assert "tool_calls" in finished and set(finished) <= {"tool_calls", "length"}
-    streamed: list[list[tuple[str, str]]] = [[] for _ in whole.choices]
-    for event in sdk.chat.completions.create(stream=True, **fields):
-        for part in event.choices:
-            assert part.delta.content is None
-            for call in part.delta.tool_calls or []:
-                if call.index == len(streamed[part.index]):
-                    assert call.id and call.function.name
-                    streamed[part.index].append((call.function.name, ""))
-                name, arguments = streamed[part.index][call.index]
-                streamed[part.index][call.index] = name, arguments + call.function.arguments
-            assert part.finish_reason in (None, finished[part.index])
-    assert streamed == [
-        [(call.function.name, call.function.arguments) for call in c.message.tool_calls]
-        for c in whole.choices
-    ]
-
-
 def test_parallel_tool_calls_off_and_tool_choice_none(sdk: openai.OpenAI) -> None:
     create = sdk.chat.completions.create
     options = {**OPTIONS, "max_tokens": 20}
@@ -336,31 +271,6 @@ def test_parallel_tool_calls_off_and_tool_choice_none(sdk: openai.OpenAI) -> Non
     none, plain = create(tool_choice="none", **fields), create(messages=MESSAGES, n=2, **options)
     assert [c.message.content for c in none.choices] == [c.message.content for c in plain.choices]
     assert none.choices[0].message.tool_calls is None
-
-
-def test_templates_get_tools_and_earlier_calls() -> None:
-    text = (
-        "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
-        "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls or [] %}"
-        "{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %}{% endfor %}"
-    )
-    model = toy_model(text)
-    call = {"id": "1", "type": "function"}
-    call |= {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
-    messages.append({"role": "tool", "tool_call_id": "1", "content": "warm"})
-
-    def prompt(**change: Any) -> str:
-        body = json.dumps({"messages": messages, "tools": TOOLS, "tool_choice": NAMED} | change)
-        (pending,) = parse_chat(body.encode(), model).prompts
-        assert isinstance(pending, PendingPrompt)
-        return TOKENIZER.decode(list(pending.make()))
-
-    assert prompt() == f"<weather><now>[{PROMPT}][]weather=Rome[warm]"
-    assert prompt(tool_choice="none") == f"[{PROMPT}][]weather=Rome[warm]"
-    call["function"]["arguments"] = 7  # type: ignore[index]
-    with pytest.raises(FieldError, match=r"messages\[1\].tool_calls: cannot be read"):
-        prompt()
 
 
 ARGUMENTS = ('{"city": "a}]b\\"{[", "days": 1}', "{}", '{"a": {"b": [1, {"c": "\\\\"}]}}')

@@ -1,22 +1,18 @@
-"""The grammar of a thought and a structured answer, by tokens and by text, and in engines with
-drafts, preemption and restarts."""
+"""The grammar of a thought and a structured answer, by tokens and by text."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 
-from cbatch.core.request.request import FinishReason, StructuredOutputs
+from cbatch.core.request.request import StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
 from cbatch.text.chat_format import surrounding_grammar
 from cbatch.text.tool_parsers import THOUGHTS
-from tests.runtime.engines import make_request
-from tests.runtime.test_structured import GRAMMARS, VOCABULARY, assert_speculated, draft, run
 from tests.server.scripted import EOS, tokenizer_with
 
 QWEN = tokenizer_with(
@@ -117,65 +113,3 @@ def test_a_thought_closed_by_the_prompt_needs_no_surrounding_grammar(name: str) 
         surrounding_grammar(thoughts, QWEN, f"x{thoughts.open_mark}\n\n{thoughts.close_mark}\n\n")
         is None
     )
-
-
-# ---- through engines -----------------------------------------------------------------------------
-# The model is random: a thought that ends with "b" ends soon.
-
-THOUGHT = THOUGHTS["deepseek_r1"]._replace(open_mark="a", close_mark="b")
-AROUND = surrounding_grammar(THOUGHT, VOCABULARY, "a")
-OUTPUTS = [
-    StructuredOutputs(json={"enum": ["abc", "bad"]}, around=AROUND),
-    StructuredOutputs(regex="([0-9]{2}|[a-h]{3}){1,4}", around=AROUND),
-    StructuredOutputs(choice=("a cab has a bed", "a bad egg"), around=AROUND),
-]
-ANSWERS = ['"(abc|bad)"', "([0-9]{2}|[a-h]{3}){1,4}", "a cab has a bed|a bad egg"]
-SAMPLED = {"temperature": 1.0, "verification": "coupled"}
-
-
-def requests() -> list[Any]:
-    how = {"max_tokens": 100, "ignore_eos": False, **SAMPLED}
-    return [
-        make_request(f"r{n}", [5 + n, 7, 9], seed=n, structured_outputs=OUTPUTS[n % 3], **how)
-        for n in range(9)
-    ]
-
-
-def text_of(ids: list[int]) -> str:
-    return VOCABULARY.decode([i for i in ids if i != EOS])
-
-
-def test_drafts_and_preemption_change_no_token_of_thought_or_answer() -> None:
-    base = run(requests(), max_num_seqs=1, enable_prefix_caching=False)
-    lengths = []
-    for n in range(9):
-        assert base.reasons[f"r{n}"] is FinishReason.STOP, text_of(base.outputs[f"r{n}"])
-        thought, _, answer = text_of(base.outputs[f"r{n}"]).partition("b")
-        lengths.append(len(thought))
-        assert re.fullmatch(f"\n{{0,2}}({ANSWERS[n % 3]})", answer), answer
-    assert max(lengths) > 12, "the thoughts were too short for the test"
-    done = run(requests(), draft(), lookahead="fixed:4")
-    assert_speculated(done)
-    assert done.outputs == base.outputs
-    tight = run(requests(), draft(), lookahead="fixed:3", num_blocks=28, max_num_batched_tokens=64)
-    assert tight.scheduler.stats.preemptions > 0
-    assert tight.outputs == base.outputs
-
-
-def test_a_restart_at_any_token_continues_the_same_grammar() -> None:
-    """The state is a function of the committed tokens."""
-    base = run(requests()[1:2], max_num_seqs=1)
-    (ids,) = base.outputs.values()
-
-    def allowed(structured: Structured) -> list[float]:
-        row = torch.zeros(VOCABULARY.vocab_size)
-        structured.shape(row)
-        return row.tolist()
-
-    alive = Structured(GRAMMARS, OUTPUTS[1], VOCABULARY.vocab_size)
-    for at, token in enumerate(ids):
-        again = Structured(GRAMMARS, OUTPUTS[1], VOCABULARY.vocab_size)
-        for earlier in ids[:at]:
-            again.advance(earlier)
-        assert allowed(again) == allowed(alive), at
-        alive.advance(token)

@@ -24,7 +24,7 @@ from cbatch.server.serving.request_record import RequestTotals, SequenceTimes
 from cbatch.server.serving.tracing import SpanData, TracedRecord
 from cbatch.text import ChatTemplate
 from cbatch.text.outputs import Choice, Output, Speculation
-from tests.server.agent_calls import MESSAGES, RESPONSES
+from tests.server.agents import MESSAGES, RESPONSES
 from tests.server.http_client import CHAT, COMPLETIONS, Client, open_request, serving, wait_until
 from tests.server.test_app import SlowEngine
 from tests.server.traced_calls import BODY, EXTRA, PARENT_ID, PROMPT, TRACE_ID, parent

@@ -17,11 +17,10 @@ from cbatch.server.protocol.response_store import KeyResponses, ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.admission_queue import Limits
-from cbatch.server.serving.messages_encoder import MessagesEncoder
+from cbatch.server.serving.agent_encoders import MessagesEncoder, ResponsesEncoder
 from cbatch.server.serving.open_request import Deadline, ending_at
 from cbatch.server.serving.prompts import PromptReader
 from cbatch.server.serving.replies import Encoder
-from cbatch.server.serving.responses_encoder import ResponsesEncoder
 
 
 def agent_routes(

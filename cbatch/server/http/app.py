@@ -61,6 +61,7 @@ def create_app(
     if span_exporter is not None:
         tracer = RequestTracer(span_exporter, model.name, service.client)
     completions = CompletionHandler(service, model, intake)
+    shows_load = open_metrics or not keys.accepted
 
     @asynccontextmanager
     async def lifespan(_: Litestar) -> AsyncIterator[None]:
@@ -75,7 +76,7 @@ def create_app(
             *completions.routes(),
             *agent_routes(completions, service.limits, prompts),
             *_model_routes(model, intake, prompts),
-            *_operator_routes(service, metrics_page or metrics.own_page, open_metrics or not keys),
+            *_operator_routes(service, metrics_page or metrics.own_page, shows_load),
             *_live_routes(LiveFeed(service, model, metrics)),
         ],
         lifespan=[lifespan],

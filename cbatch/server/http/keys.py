@@ -82,19 +82,16 @@ class KeyRing:
         if limit is not None and not secrets:
             raise FieldError("max_requests_per_key", "there are no keys", "give API keys as well")
         checked = dict.fromkeys(map(_checked, secrets))
-        self._keys = [ApiKey(secret, limit, clock) for secret in checked]
-        if len(self._keys) > 1 and not share_prefix_cache:
-            for key in self._keys:  # the same salt in every replica, and no key's id in events
+        self.accepted = [ApiKey(secret, limit, clock) for secret in checked]
+        if len(self.accepted) > 1 and not share_prefix_cache:
+            for key in self.accepted:  # the same salt in every replica, and no key's id in events
                 key.salt = digest(b"prefix cache" + key.digest).hex()
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def find(self, authorization: bytes) -> ApiKey | None:
         """Return the key that the header holds as its bearer token, or None."""
         kind, _, secret = authorization.partition(b" ")
         secret_digest = digest(secret.strip())
-        matches = [key for key in self._keys if hmac.compare_digest(secret_digest, key.digest)]
+        matches = [key for key in self.accepted if hmac.compare_digest(secret_digest, key.digest)]
         return matches[0] if matches and kind.lower() == b"bearer" else None
 
 

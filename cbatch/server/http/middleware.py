@@ -87,7 +87,7 @@ class RequestMiddleware:
         try:
             if cors_headers and scope["method"] == "OPTIONS" and _REQUEST_METHOD in request_headers:
                 await _answer_preflight(send_with_id, request_headers.get(_REQUEST_HEADERS, b""))
-            elif scope["path"] in self._open_paths or not self._keys:
+            elif scope["path"] in self._open_paths or not self._keys.accepted:
                 await self._app(scope, receive, send_with_id)
             else:
                 key = self._keys.find(request_headers.get(b"authorization", b""))
@@ -95,7 +95,7 @@ class RequestMiddleware:
                     key = self._keys.find(b"Bearer " + request_headers[API_KEY])
                 if key is not None:
                     record.key, record.key_salt = key.id, key.salt
-                    memory.owner = key.id if len(self._keys) > 1 else None
+                    memory.owner = key.id if len(self._keys.accepted) > 1 else None
                 await self._serve_with_key(key, scope, receive, send_with_id)
         except Exception as error:  # not handled by the application
             record.fail(error)

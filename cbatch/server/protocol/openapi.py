@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -33,7 +32,6 @@ _REFUSED = {
     "AnthropicFields": anthropic_request.REFUSED_FIELDS,
 }
 _CHAT_ONLY = ("chat_template_kwargs", "include_reasoning")  # that other APIs take from chats
-_FAILURES = (400, 401, 404, 408, 413, 415, 429, 431, 500, 503, 504)
 
 
 @lru_cache(maxsize=1)
@@ -89,21 +87,19 @@ def _narrow(schema: Schema, limit: Schema) -> None:
 
 
 def _path(path: str) -> Schema:
-    def answered(status: int, content: Schema, kind: str = "application/json") -> Schema:
-        return {"description": HTTPStatus(status).phrase, "content": {kind: {"schema": content}}}
+    def answered(what: str, schema: Schema) -> Schema:
+        return {"description": what, "content": {"application/json": {"schema": schema}}}
 
-    if path not in _CALLS:
-        failures = {str(status): answered(status, {}) for status in (401, 404, 503)}
-        item: Schema = {"get": {"responses": {"200": answered(200, _PLAIN), **failures}}}
+    body, _, answer = _CALLS.get(path, (None, (), None))
+    whole = answered("the answer", {"$ref": _REF + answer.__name__} if answer else _PLAIN)
+    if body is None:
+        item: Schema = {"get": {"responses": {"200": whole, "default": answered("an error", {})}}}
         if path.endswith("{name}"):
             place = {"name": "name", "in": "path", "required": True}
             item["parameters"] = [place | {"schema": {"type": "string", "minLength": 1}}]
         return item
-    body, _, answer = _CALLS[path]
-    whole = answered(200, {"$ref": _REF + answer.__name__} if answer else _PLAIN)
     whole["content"]["text/event-stream"] = {"schema": {}}
     error = _PLAIN if body is anthropic_request.AnthropicFields else {"$ref": _REF + "Error"}
-    failures = {str(status): answered(status, error) for status in _FAILURES}
     content = {"application/json": {"schema": {"$ref": _REF + body.__name__}}}
-    request = {"required": True, "content": content}
-    return {"post": {"requestBody": request, "responses": {"200": whole, **failures}}}
+    answers = {"200": whole, "default": answered("an error that names the field", error)}
+    return {"post": {"requestBody": {"required": True, "content": content}, "responses": answers}}

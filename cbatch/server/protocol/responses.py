@@ -122,14 +122,14 @@ class CallMetrics(msgspec.Struct):
     speculative_decoding: SpeculativeDecoding | None
 
 
-class Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """An event of a streamed completion or chat. `usage` is null until the last, if requested."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[CompletionChoice] | list[ChatChunkChoice]
+    choices: list[Any]  # of `CompletionChoice` or `ChatChunkChoice`
     prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat, with its first chunk
     usage: Usage | None | UnsetType = UNSET
     metrics: CallMetrics | UnsetType = UNSET

@@ -102,8 +102,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Place:
-    """What a prompt holds in the queue: its choices without a slot, and its prompt tokens, which
-    are an upper bound until `set_tokens`. Closing it, also as a context manager, frees them."""
+    """The place of a prompt in the queue: its choices without a slot, and its prompt tokens, which
+    are an upper bound until `set_tokens`. The context manager frees them at its end."""
 
     def __init__(self, queue: AdmissionQueue, owner: str | None) -> None:
         self._queue, self._owner = queue, owner

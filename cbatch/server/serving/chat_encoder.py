@@ -16,7 +16,7 @@ from cbatch.server.protocol.responses import (
     ToolCallDelta,
 )
 from cbatch.server.protocol.translation import FieldNames
-from cbatch.server.serving.replies import PING, ChoiceState, ChunkEncoder, Replies
+from cbatch.server.serving.replies import PING, ChoiceState, ChunkEncoder, Replies, event_of
 from cbatch.text.forced_tools import ToolCallPart, add_part
 from cbatch.text.outputs import Choice, Output
 from cbatch.text.reply_reader import Done, ReplyPart, Thought
@@ -41,6 +41,13 @@ class ChatEncoder:
     def event(self, position: int, output: Output) -> bytes:
         update = self.replies.take(position, output)
         choice, output, parts = update
+        if len(parts) == 1 and (chunk := choice.plain.get(type(parts[0]))):
+            shown, delta = str(parts[0]), chunk.choices[0].delta
+            if isinstance(parts[0], Thought):
+                delta.reasoning = delta.reasoning_content = shown
+            else:
+                delta.content = shown
+            return event_of(chunk)
         text, thought, calls = self._by_field(parts)
         said = text is not None or thought is not None or calls
         if not (said or output.finished or self.replies.has_token_data):

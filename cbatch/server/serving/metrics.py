@@ -7,8 +7,8 @@ engine's counters restart at 0 with the engine, which Prometheus' `rate()` allow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -18,23 +18,90 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.speculation.policy import PolicyStats
 from cbatch.engine.core import EngineMetrics
 from cbatch.server.serving.request_record import RequestTotals
 from cbatch.server.serving.service import EngineService
 
-if TYPE_CHECKING:
-    from cbatch.kv_events.publisher import KVEventPublisher
-
-
-from collections.abc import Iterable
-
-from prometheus_client.parser import text_string_to_metric_families
-
 LABELS = ("model_name", "engine")
+LABEL = "replica"  # of a series that comes from one of several replicas
+# Kind and label of a metric, its name, the place of its value in `Metrics`, and its text. A metric
+# is left out while its place, or an object on the way to it, is None.
+_TABLE = """
+counter | vllm:prompt_tokens | prompt_tokens | Prompt tokens of accepted requests.
+counter | vllm:generation_tokens | generation_tokens | Generated tokens.
+counter finished_reason | vllm:request_success | endings | Finished sequences, by reason.
+counter reason | vllm:admission_rejections | all_rejections | Rejected calls, by reason.
+counter | vllm:spec_decode_num_drafts | drafting.steps | Verifications of drafts, one per sequence \
+and step.
+counter | vllm:spec_decode_num_draft_tokens | drafting.drafted_tokens | Drafted tokens.
+counter | vllm:spec_decode_num_accepted_tokens | drafting.accepted_tokens | Accepted drafts.
+counter position | vllm:spec_decode_num_accepted_tokens_per_pos | drafting.accepted_at | Accepted \
+drafts, by position.
+counter | cbatch:wasted_verify_tokens | drafting.wasted_tokens | Rejected drafts.
+histogram | vllm:time_to_first_token_seconds | first_token_s | From call to first token.
+histogram | vllm:inter_token_latency_seconds | inter_token_s | Between outputs of successive steps.
+histogram | vllm:request_time_per_output_token_seconds | per_token_s | Mean time per token after \
+the first.
+histogram | vllm:request_queue_time_seconds | queue_s | From call to slot.
+histogram | vllm:request_prefill_time_seconds | prefill_s | From slot to first token.
+histogram | vllm:request_decode_time_seconds | decode_s | From first to last token.
+histogram | vllm:request_inference_time_seconds | inference_s | From slot to last token.
+histogram | vllm:e2e_request_latency_seconds | e2e_s | From call to last token.
+histogram | vllm:request_prompt_tokens | prompt | Prompt tokens per sequence.
+histogram | vllm:request_generation_tokens | generation | Output tokens per sequence.
+histogram | vllm:request_params_n | choices | Choices per prompt (n).
+histogram | vllm:request_params_max_tokens | max_tokens | Requested max_tokens.
+histogram | cbatch:lookahead_tokens | lookahead | Drafts per sequence and decoding step (k).
+gauge | cbatch:queued_requests | service.queue.num_requests | Accepted sequences that wait for \
+their first slot.
+gauge | cbatch:queued_prompt_tokens | service.queue.num_prompt_tokens | Prompt tokens of calls \
+that wait for their first slot.
+gauge | cbatch:estimated_prompt_seconds | service.queue.estimated_prefill_s | Estimated seconds \
+until all received prompts are computed.
+gauge | cbatch:open_calls | service.num_open | Open calls, including those whose prompt or grammar \
+is still processed.
+counter | cbatch:engine_restarts | service.client.num_restarts | Restarts of the engine process.
+counter | cbatch:kv_event_batches | service.kv_events.num_published | Batches of KV events, sent \
+or dropped.
+counter | cbatch:kv_event_batches_dropped | service.kv_events.num_dropped | Batches of KV events \
+dropped because the queue was full.
+gauge | vllm:num_requests_running | stats.num_running | Sequences in a slot.
+gauge | vllm:num_requests_waiting | stats.num_waiting | Sequences that wait for a slot.
+gauge | vllm:kv_cache_usage_perc | stats.kv_usage | Share of KV blocks in use (0 to 1).
+counter | vllm:num_preemptions | stats.totals.preemptions | Preemptions.
+counter | vllm:prefix_cache_queries | stats.totals.prompt_tokens | Prompt tokens looked up in the \
+prefix cache.
+counter | vllm:prefix_cache_hits | stats.totals.prefix_hit_tokens | Prompt tokens found in the \
+prefix cache.
+counter | vllm:prompt_tokens_cached | stats.totals.prefix_hit_tokens | Prompt tokens found in the \
+prefix cache.
+counter | cbatch:steps | stats.totals.steps | Steps of the engine.
+counter | cbatch:executor_resets | stats.totals.executor_resets | Recoveries from faults of the \
+executor.
+counter | cbatch:step_draft_seconds | stats.totals.draft_s | Time in drafters.
+counter | cbatch:step_target_seconds | stats.totals.target_s | Time in the model.
+counter | cbatch:step_plan_seconds | stats.plan_s | Time in planning.
+counter | cbatch:step_commit_seconds | stats.commit_s | Time in committing.
+counter | cbatch:step_seconds | stats.step_s | Time in steps, planning included.
+gauge | cbatch:lookahead_on | stats.policy.drafting | 1 if the lookahead policy drafts, else 0.
+gauge | cbatch:lookahead_lambda | stats.policy.threshold | Minimum survival probability at which a \
+draft pays at this load.
+gauge | cbatch:lookahead_expected_tokens_per_second | stats.policy.tokens_per_s | Expected tokens \
+per second of the chosen drafts.
+gauge | cbatch:lookahead_expected_gain | stats.policy.gain | Expected gain over no drafts (0: none).
+counter position | cbatch:survival_drafts | stats.policy.calibration.drafted | Drafts in observed \
+steps.
+counter position | cbatch:survival_predicted | stats.policy.calibration.predicted | Drafts in \
+observed steps that were expected to survive.
+counter position | cbatch:survival_observed | stats.policy.calibration.survived | Drafts in \
+observed steps that survived.
+"""
+_ROWS = [line.split(" | ") for line in _TABLE.strip().splitlines()]
+_FAMILIES: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class Metrics(RequestTotals, Collector):
@@ -42,7 +109,7 @@ class Metrics(RequestTotals, Collector):
 
     def __init__(self, model: str, service: EngineService) -> None:
         super().__init__()
-        self._labels, self._service = (model, "0"), service
+        self._labels, self.service = (model, "0"), service
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -55,112 +122,40 @@ class Metrics(RequestTotals, Collector):
         """Return the page of a server without other replicas."""
         return self.page()
 
+    @property
+    def all_rejections(self) -> dict[str, int]:
+        return self.rejections | self.service.queue.rejections
+
+    @property
+    def stats(self) -> EngineMetrics | None:
+        return self.service.client.stats
+
     def collect(self) -> Iterator[Metric]:
-        yield from self._request_metrics()
-        yield from self._histograms()
-        yield from self._queue_metrics()
-        if self._service.kv_events is not None:
-            yield from self._kv_event_metrics(self._service.kv_events)
-        engine = self._service.client.engine
-        if engine is not None and self._service.running:
+        for kind, name, place, text in _ROWS:
+            value: Any = self
+            for attribute in place.split("."):
+                value = None if value is None else getattr(value, attribute)
+            value = value() if callable(value) else value
+            if value is not None:
+                yield self._metric(*kind.partition(" ")[::2], name, text, value)
+        engine = self.service.client.engine
+        if engine is not None and self.service.running:
             yield self._cache_config(engine.config)
-        if self._service.client.stats is not None:
-            yield from self._engine_metrics(self._service.client.stats)
 
-    # ---- inside -------------------------------------------------------------------------------
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
-        for key, value in values.items():
-            family.add_metric((*self._labels, key), value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _request_metrics(self) -> Iterator[Metric]:
-        yield self._counter(
-            "vllm:prompt_tokens", "Prompt tokens of accepted requests.", self.prompt_tokens
-        )
-        text = "Generated tokens."
-        yield self._counter("vllm:generation_tokens", text, self.generation_tokens)
-        text = "Finished sequences, by reason."
-        yield self._counters("vllm:request_success", text, "finished_reason", self.endings)
-        text, of_queue = "Rejected calls, by reason.", self._service.queue.rejections
-        refused = self.rejections | of_queue
-        yield self._counters("vllm:admission_rejections", text, "reason", refused)
-        drafting = self.drafting
-        for name, text, value in (
-            ("drafts", "Verifications of drafts, one per sequence and step.", drafting.steps),
-            ("draft_tokens", "Drafted tokens.", drafting.drafted_tokens),
-            ("accepted_tokens", "Accepted drafts.", drafting.accepted_tokens),
-        ):
-            yield self._counter(f"vllm:spec_decode_num_{name}", text, value)
-        by_position = {str(i): count for i, count in enumerate(drafting.accepted_at())}
-        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by position."
-        yield self._counters(name, text, "position", by_position)
-        wasted, text = drafting.drafted_tokens - drafting.accepted_tokens, "Rejected drafts."
-        yield self._counter("cbatch:wasted_verify_tokens", text, wasted)
-
-    def _histograms(self) -> Iterator[Metric]:
-        for name, text, histogram in (
-            ("vllm:time_to_first_token_seconds", "From call to first token.", self.first_token_s),
-            (
-                "vllm:inter_token_latency_seconds",
-                "Between outputs of successive steps.",
-                self.inter_token_s,
-            ),
-            (
-                "vllm:request_time_per_output_token_seconds",
-                "Mean time per token after the first.",
-                self.per_token_s,
-            ),
-            ("vllm:request_queue_time_seconds", "From call to slot.", self.queue_s),
-            ("vllm:request_prefill_time_seconds", "From slot to first token.", self.prefill_s),
-            ("vllm:request_decode_time_seconds", "From first to last token.", self.decode_s),
-            ("vllm:request_inference_time_seconds", "From slot to last token.", self.inference_s),
-            ("vllm:e2e_request_latency_seconds", "From call to last token.", self.e2e_s),
-            ("vllm:request_prompt_tokens", "Prompt tokens per sequence.", self.prompt),
-            ("vllm:request_generation_tokens", "Output tokens per sequence.", self.generation),
-            ("vllm:request_params_n", "Choices per prompt (n).", self.choices),
-            ("vllm:request_params_max_tokens", "Requested max_tokens.", self.max_tokens),
-            (
-                "cbatch:lookahead_tokens",
-                "Drafts per sequence and decoding step (k).",
-                self.lookahead,
-            ),
-        ):
-            family = HistogramMetricFamily(name, text, labels=LABELS)
-            family.add_metric(self._labels, histogram.buckets(), histogram.sum)
-            yield family
-
-    def _queue_metrics(self) -> Iterator[Metric]:
-        service = self._service
-        text = "Accepted sequences that wait for their first slot."
-        yield self._gauge("cbatch:queued_requests", text, service.queue.num_requests)
-        text = "Prompt tokens of calls that wait for their first slot."
-        yield self._gauge("cbatch:queued_prompt_tokens", text, service.queue.num_prompt_tokens)
-        text = "Estimated seconds until all received prompts are computed."
-        yield self._gauge(
-            "cbatch:estimated_prompt_seconds", text, service.queue.estimated_prefill_s()
-        )
-        text = "Open calls, including those whose prompt or grammar is still processed."
-        yield self._gauge("cbatch:open_calls", text, service.num_open)
-        text = "Restarts of the engine process."
-        yield self._counter("cbatch:engine_restarts", text, service.client.num_restarts)
-
-    def _kv_event_metrics(self, events: KVEventPublisher) -> Iterator[Metric]:
-        text = "Batches of KV events, sent or dropped."
-        yield self._counter("cbatch:kv_event_batches", text, events.num_published)
-        text = "Batches of KV events dropped because the queue was full."
-        yield self._counter("cbatch:kv_event_batches_dropped", text, events.num_dropped)
+    def _metric(self, kind: str, label: str, name: str, text: str, value: Any) -> Metric:
+        """Return a metric. With a `label`, the value has one for each label, or for each index."""
+        if kind == "histogram":
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+            histogram.add_metric(self._labels, value.buckets(), value.sum)
+            return histogram
+        if not label:
+            family = _FAMILIES[kind](name, text, labels=LABELS)
+            family.add_metric(self._labels, value)
+            return cast(Metric, family)
+        family = _FAMILIES[kind](name, text, labels=(*LABELS, label))
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            family.add_metric((*self._labels, str(key)), each)
+        return cast(Metric, family)
 
     def _cache_config(self, config: SchedulerConfig) -> Metric:
         """Return a metric whose labels are the configuration. As in vLLM, `num_gpu_blocks` is the
@@ -175,83 +170,6 @@ class Metrics(RequestTotals, Collector):
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=(*LABELS, *values))
         family.add_metric((*self._labels, *map(str, values.values())), 1)
         return family
-
-    def _engine_metrics(self, stats: EngineMetrics) -> Iterator[Metric]:
-        kv_usage = 1 - (stats.free_blocks + stats.cached_blocks) / stats.num_blocks
-        for name, text, value in (
-            ("vllm:num_requests_running", "Sequences in a slot.", stats.num_running),
-            ("vllm:num_requests_waiting", "Sequences that wait for a slot.", stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use (0 to 1).", kv_usage),
-        ):
-            yield self._gauge(name, text, value)
-        totals = stats.totals
-        for name, text, value in (
-            ("vllm:num_preemptions", "Preemptions.", totals.preemptions),
-            (
-                "vllm:prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                totals.prompt_tokens,
-            ),
-            (
-                "vllm:prefix_cache_hits",
-                "Prompt tokens found in the prefix cache.",
-                totals.prefix_hit_tokens,
-            ),
-            (
-                "vllm:prompt_tokens_cached",
-                "Prompt tokens found in the prefix cache.",
-                totals.prefix_hit_tokens,
-            ),
-            ("cbatch:steps", "Steps of the engine.", totals.steps),
-            (
-                "cbatch:executor_resets",
-                "Recoveries from faults of the executor.",
-                totals.executor_resets,
-            ),
-            ("cbatch:step_draft_seconds", "Time in drafters.", totals.draft_s),
-            ("cbatch:step_target_seconds", "Time in the model.", totals.target_s),
-            ("cbatch:step_plan_seconds", "Time in planning.", stats.plan_s),
-            ("cbatch:step_commit_seconds", "Time in committing.", stats.commit_s),
-            ("cbatch:step_seconds", "Time in steps, planning included.", stats.step_s),
-        ):
-            yield self._counter(name, text, value)
-        if stats.policy is not None:
-            yield from self._policy_metrics(stats.policy)
-
-    def _policy_metrics(self, policy: PolicyStats) -> Iterator[Metric]:
-        yield self._gauge(
-            "cbatch:lookahead_on", "1 if the lookahead policy drafts, else 0.", policy.drafting
-        )
-        for name, text, value in (
-            (
-                "lambda",
-                "Minimum survival probability at which a draft pays at this load.",
-                policy.threshold,
-            ),
-            (
-                "expected_tokens_per_second",
-                "Expected tokens per second of the chosen drafts.",
-                policy.tokens_per_s,
-            ),
-            ("expected_gain", "Expected gain over no drafts (0: none).", policy.gain),
-        ):
-            if value is not None:
-                yield self._gauge(f"cbatch:lookahead_{name}", text, value)
-        calibration = policy.calibration
-        for name, text, values in (
-            ("drafts", "Drafts in observed steps.", calibration.drafted),
-            (
-                "predicted",
-                "Drafts in observed steps that were expected to survive.",
-                calibration.predicted,
-            ),
-            ("observed", "Drafts in observed steps that survived.", calibration.survived),
-        ):
-            by_position = {str(i): value for i, value in enumerate(values)}
-            yield self._counters(f"cbatch:survival_{name}", text, "position", by_position)
-
-
-LABEL = "replica"
 
 
 class FleetPages(Collector):

@@ -19,11 +19,11 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import ApiRequest
 from cbatch.server.protocol.responses import (
     ChatChunkChoice,
-    Chunk,
     CompletionChoice,
     CompletionResponse,
     PromptDetails,
     PromptLogprobs,
+    StreamChunk,
     TokenDetails,
     Usage,
 )
@@ -48,10 +48,12 @@ class ChoiceState(SequenceTimes):
         self.reader: ReplyReader | None = None  # None: the reply is only text
         self.end_offset = 0  # text offset after the last returned log probabilities
         self.final: Choice | None = None
+        # The last chunk with only a text or a thought. The next such chunk differs in that alone.
+        self.plain: dict[type, StreamChunk] = {}
 
 
 class Update(NamedTuple):
-    """What one output adds to a choice: parts of the reply, and data of its tokens."""
+    """The parts that one output adds to the reply of a choice, and the output itself."""
 
     choice: ChoiceState
     output: Output
@@ -195,6 +197,10 @@ class Encoder(Protocol):
         """Return the end of a stream that failed. `body` is the body of an error response."""
 
 
+def event_of(data: StreamChunk | dict[str, Any]) -> bytes:
+    return b"data: " + encode(data) + b"\n\n"
+
+
 class ChunkEncoder:
     """The chunks of streamed completions and chats, whose `object` is `kind`."""
 
@@ -203,21 +209,26 @@ class ChunkEncoder:
         self._replies, self._kind = replies, kind
         self._continuous = bool(options.continuous_usage_stats)
         self._no_usage = None if options.include_usage else UNSET
+        self._only_text = not (self._continuous or replies.has_token_data)
 
     def encode(
         self, update: Update, part: CompletionChoice | ChatChunkChoice, **more: Any
     ) -> bytes:
         """Return the event for a choice's part of one output."""
+        choice, output, parts = update
         part.finish_reason = update.reason
-        part.token_ids = self._replies.token_ids(update.output)
-        update.choice.started = True
+        part.token_ids = self._replies.token_ids(output)
         usage = self._replies.usage() if self._continuous else self._no_usage
-        return self._event([part], usage=usage, **more)
+        chunk = self._chunk([part], usage=usage, **more)
+        if choice.started and len(parts) == 1 and isinstance(parts[0], str) and self._only_text:
+            choice.plain[type(parts[0])] = chunk
+        choice.started = True
+        return event_of(chunk)
 
-    def _event(self, choices: list[Any], **more: Any) -> bytes:
+    def _chunk(self, choices: list[Any], **more: Any) -> StreamChunk:
         replies = self._replies
         head = (replies.api_request.id, self._kind, replies.created, replies.model.name)
-        return b"data: " + encode(Chunk(*head, choices, **more)) + b"\n\n"
+        return StreamChunk(*head, choices, **more)
 
     def last_event(self) -> bytes:
         """Return the end of the stream, with usage and metrics if requested."""
@@ -226,10 +237,10 @@ class ChunkEncoder:
             return _DONE
         wants_metrics = replies.api_request.fields.return_metrics
         metrics = replies.record.report() if wants_metrics else UNSET
-        return self._event([], usage=replies.usage(), metrics=metrics) + _DONE
+        return event_of(self._chunk([], usage=replies.usage(), metrics=metrics)) + _DONE
 
     def error_event(self, body: dict[str, Any]) -> bytes:
-        return b"data: " + encode(body) + b"\n\n" + _DONE
+        return event_of(body) + _DONE
 
 
 class CompletionEncoder:
@@ -248,7 +259,10 @@ class CompletionEncoder:
 
     def event(self, position: int, output: Output) -> bytes:
         update = self.replies.take(position, output)
-        choice, output, _ = update
+        choice, output, parts = update
+        if len(parts) == 1 and (chunk := choice.plain.get(type(parts[0]))):
+            chunk.choices[0].text = output.text
+            return event_of(chunk)
         echoes = self.replies.api_request.echo and not choice.started
         if not (output.text or echoes or output.finished or self.replies.has_token_data):
             return b""

@@ -14,7 +14,6 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.protocol.responses import CallMetrics, SpeculativeDecoding
 from cbatch.server.serving.admission_queue import CallMemory
 from cbatch.server.serving.open_request import OpenRequest
-from cbatch.system.logs import fields
 from cbatch.text.outputs import Output
 
 # Upper bounds of the buckets of histograms.
@@ -70,6 +69,10 @@ class DraftingCounts:
             self.accepted += [0] * (drafted - self.longest_tokens)
             self.longest_tokens = drafted
         self.accepted[accepted] += 1
+
+    @property
+    def wasted_tokens(self) -> int:
+        return self.drafted_tokens - self.accepted_tokens
 
     def accepted_at(self) -> list[int]:
         """Return, at index i, the number of steps that accepted draft token i."""
@@ -224,7 +227,9 @@ class RequestRecord:
                 "acceptance": round(accepted / drafted, 4) if drafted else None,
                 "finish_reason": ",".join(self._reasons) or None,
             }
-        _logger.info("request", extra=fields(**line, error=self.error))
+        line["error"] = self.error
+        shown = {name: value for name, value in line.items() if value is not None}
+        _logger.info("request", extra={"fields": shown})
 
     def _end(self, sequence: SequenceTimes, reason: str) -> None:
         totals, tokens = self._totals, sequence.num_tokens

@@ -1,4 +1,4 @@
-"""Thoughts over the API are separate from the answer, counted, and the same streamed or not. The
+"""Thoughts and calls over the API are separate from the answer, and the same streamed or not. The
 output of the model is scripted, token by token."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
-from cbatch import LLM, FieldError
+from cbatch import LLM
 from cbatch.core.request.request import FinishReason
 from cbatch.server.protocol.chats import parse_chat
 from cbatch.server.protocol.requests import PendingPrompt
@@ -143,8 +143,7 @@ def thought_of(message: Any) -> str | None:
     return extra.get("reasoning")
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("step_tokens", [1, 4, 500])
+@pytest.mark.parametrize(("step_tokens", "late"), [(1, False), (4, True), (500, False)])
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: f"{reply[0]} {reply[1][:20]!r}")
 def test_the_package_reads_thoughts_whole_and_streamed(
     models: dict[str, Model], reply: Any, step_tokens: int, late: bool
@@ -165,6 +164,34 @@ def test_the_package_reads_thoughts_whole_and_streamed(
         end = thought is not None and content is None and not calls  # EOS ends the thought
         want = len(service.tokenizer.encode(with_marks)) + end
         assert details.reasoning_tokens == 2 * want, "reasoning tokens"
+
+
+BODY: Any = {"messages": MESSAGES, "tools": TOOLS}
+
+
+def test_a_truncated_call_is_text_and_reports_length(models: dict[str, Model]) -> None:
+    service, client, _ = models["none"]
+    service.reason = FinishReason.LENGTH
+    for text, calls in ((TAG[:-20], 0), (f"{TAG}\n{TAG[:-20]}", 1)):
+        service.text = text
+        (choice,) = client.post(BODY, CHAT)[1]["choices"]
+        assert choice["finish_reason"] == "length" and "<tool_call>" in choice["message"]["content"]
+        assert len(choice["message"].get("tool_calls", [])) == calls
+
+
+def test_events_of_a_call(models: dict[str, Model]) -> None:
+    """Text comes at once, a call in one piece; the first event has the role."""
+    service, client, _ = models["none"]
+    service.text = f"Hold on. {TAG}{TAG}"
+    deltas = [e["choices"][0]["delta"] for e in client.stream(BODY, CHAT)]
+    assert deltas[:2] == [{"content": "Hol", "role": "assistant"}, {"content": "d o"}]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hold on."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [(call["index"], call["type"]) for call in calls] == [(0, "function"), (1, "function")]
+    for change in ({"tool_choice": "none"}, {"tools": []}):
+        service.text = TAG
+        (choice,) = client.post(BODY | change, CHAT)[1]["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (TAG, "stop")
 
 
 def test_thoughts_are_streamed_under_both_names(models: dict[str, Model]) -> None:
@@ -250,16 +277,8 @@ def prompt(model: Any, **body: Any) -> str:
     return model.tokenizer.decode(list(pending.make()), skip_special_tokens=False)
 
 
-def test_earlier_thoughts_may_be_sent_under_either_name() -> None:
+def test_earlier_thoughts_are_sent_in_the_form_of_the_template() -> None:
     model = toy_model(QWEN_TEMPLATE, tokenizer=QWEN, reasoning_parser="auto")
-    for name in ("reasoning", "reasoning_content"):
-        earlier = {"role": "assistant", "content": "Yes.", name: "Hm."}
-        text = prompt(model, messages=[*MESSAGES, earlier, *MESSAGES])
-        assert text == "[user]Rome?[assistant]<think>Hm.</think>Yes.[user]Rome?[assistant]\n"
-    none = [*MESSAGES, {"role": "assistant", "content": "Yes.", "reasoning": None}]
-    assert prompt(model, messages=none) == "[user]Rome?[assistant]Yes.[assistant]\n"
-    with pytest.raises(FieldError, match=r"messages\[0\].reasoning\[0\]: 'y' is not"):
-        prompt(model, messages=[{"role": "assistant", "content": "x", "reasoning": ["y"]}])
     off = prompt(model, chat_template_kwargs={"enable_thinking": False})
     assert off.endswith("[assistant]\n<think>\n\n</think>\n\n")
     # gpt-oss reads `thinking`, and refuses it together with calls that have content.
@@ -303,18 +322,6 @@ def test_a_structured_answer_begins_after_the_thought(
         given = {"structured_outputs": way["structured_outputs"] | {"around": own}}
         qwen.client.post(body | given, CHAT)
         assert qwen.service.params.structured_outputs.around == own
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_forced_calls_are_read_after_the_thought(models: dict[str, Model], stream: bool) -> None:
-    for name, opens in (("qwen", "<think>"), ("r1", "")):
-        model = models[name]
-        model.service.text = f"{opens}Hm: {CALL}</think>\n\n[{CALL}]"
-        (choice,) = ask(model, stream=stream, tools=TOOLS, tool_choice="required").choices
-        assert thought_of(choice.message) == f"Hm: {CALL}" and not choice.message.content
-        (call,) = choice.message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("f", '{"a": 1}')
-        assert choice.finish_reason == "tool_calls"
 
 
 # ---- with an engine ------------------------------------------------------------------------------
