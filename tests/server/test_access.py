@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.test_settings import read
 
 from cbatch.cli.model_service import ModelParts
 from cbatch.cli.serve_settings import ServeSettings
@@ -18,6 +17,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing, digest, read_keys
 from cbatch.text import ChatTemplate
 from tests.checking.clock import VirtualClock
+from tests.cli.conftest import read_serve as read
 from tests.server.http_client import JSON, Client, call, sample, serving, wait_until
 from tests.server.test_access_log import Lines
 from tests.server.test_app import SlowEngine
@@ -245,12 +245,12 @@ def test_blanks_comments_and_repeats_are_no_keys(tmp_path: Path) -> None:
     path.write_bytes("\ufefffirst \r\n\t\n  # staging keys\n\t#none\nfirst\n sécond\n".encode())
     assert read_keys(path) == ["first", "first", "sécond"]
     keys = KeyRing([*read_keys(path), " third\n", "third"])
-    assert len(keys) == 3
+    assert len(keys.accepted) == 3
     for secret in ("first", "sécond", "third", "third ", "\tthird"):
         assert keys.find(b"Bearer " + secret.encode()) is not None, secret
     for secret in ("", " ", "# staging keys", "#none", "\ufefffirst"):
         assert keys.find(b"Bearer " + secret.encode()) is None, secret
-    assert len(KeyRing(["f\udce9"])) == 1, "an argument that is not UTF-8"
+    assert len(KeyRing(["f\udce9"]).accepted) == 1, "an argument that is not UTF-8"
 
 
 # ---- other origins ----

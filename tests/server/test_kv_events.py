@@ -13,9 +13,10 @@ from typing import Any
 from cbatch.core.scheduler.events import Added, Configured
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.kv_events.publisher import KVEventPublisher, KVEventsConfig
+from cbatch.steplog.recorded_run import RecordedRun
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import engines_of, read_step_log, replay
-from sim.workload.traces.step_log import read_recording, recorded_requests
+from sim.workload.traces.step_log import joined, read_recording
 from tests.checking.executor import Faults
 from tests.checking.follower import Follower, cached_prefixes, digest, digest_of_root
 from tests.checking.invariants import check_scheduler
@@ -199,8 +200,8 @@ def test_the_log_continues_in_the_next_engine(tmp_path: Path) -> None:
     for engine in engines_of(log.events):
         check_scheduler(replay(engine, on_commit=count))
     assert emitted > 400
-    recorded = recorded_requests(log.events)
+    recorded = joined(map(RecordedRun, engines_of(log.events)))
     assert all(each.ended for each in recorded)
-    by_seed = {each.request.seed: each.output_tokens for each in recorded}
+    by_seed = {each.request.seed: len(each.output) for each in recorded}
     assert len(recorded) == 8
     assert by_seed == {i: len(token_ids(answer)) for i, answer in enumerate(answers)}

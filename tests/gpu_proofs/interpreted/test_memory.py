@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from tests.runtime.pairs import NoisyWeights, tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +25,7 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import HeadConfig
 from tests.gpu_proofs.interpreted.twins import CPU, Pair
 from tests.gpu_proofs.sizes import HeadTensors
+from tests.runtime.engines import NoisyWeights, tiny_config
 from tests.triton_kernels.interpreter.quick import without_overflow_checks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
