@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.load.cli.workload_options import Workload
-from bench.load.run.runner import OfferedLoad
 
-from bench.load.run.options import LoadOptions
+from bench.load.cli.workload import Workload
+from bench.load.run.options import LoadOptions, OfferedLoad
 from cbatch.cli.main import make_parser
 from cbatch.cli.settings import read_settings
 from sim.workload.distributions import parse_arrivals, parse_lengths

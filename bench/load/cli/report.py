@@ -134,7 +134,7 @@ def compare(first: Report, second: Report) -> Iterator[Row]:
         )
         if (one, other) != (None, None):
             yield f"{LABELS[field]}, {statistic}", one, other
-    yield from pair("goodput, share of calls", lambda r: r.goodput and r.goodput.share)
+    yield from pair("goodput, share of calls", lambda r: r.goodput.share if r.goodput else None)
     yield from pair("drafts accepted, share", acceptance)
 
 
