@@ -72,7 +72,7 @@ def make_batch(mode: str, count: int, seed: int) -> Batch:
     empty = torch.zeros(0, dtype=torch.int64)
     row, depth, noise_of_each = Batch(target, empty, draft, num_drafts, rows).each()
     drafted = depth < num_drafts[row]
-    drafts = draw(draft, noise_of_each, MODES[mode].purposes(depth))[drafted]
+    drafts = draw(draft, noise_of_each, MODES[mode].draft_purpose)[drafted]
     return Batch(target, drafts, draft[drafted], num_drafts, rows)
 
 
