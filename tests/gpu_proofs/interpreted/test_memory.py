@@ -118,9 +118,7 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
         before, live.most = live.now, live.now
         logits = executor.target_pass.max_logits
         rows = limits.max_num_seqs if drafts else 0
-        features = SamplingFeatures(
-            shaped=True, rejection_sampled=draft is not None, blocks=draft is not None
-        )
+        features = SamplingFeatures(shaped=True, rejection_sampled=draft is not None)
         tokens = limits.max_num_batched_tokens
         executor.target_pass.compute(executor.queue, tokens, tokens)
         executor.target_pass.find_logits(executor.queue, logits)
