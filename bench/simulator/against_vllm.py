@@ -27,8 +27,7 @@ from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
-from sim.cost.pool import MEMORY_SHARE, PoolSettings, pool_blocks
-from sim.cost.pool import recorded_blocks
+from sim.cost.pool import MEMORY_SHARE, PoolSettings, pool_blocks, recorded_blocks
 from sim.cost.roofline import Gpu, RooflineConfig, load_shape
 from sim.report.report import Record, Spread
 
