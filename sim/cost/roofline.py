@@ -246,6 +246,6 @@ class Roofline:
             return 0.0
         depth = max(work.draft_depth, 1)
         rows, read_tokens = work.draft_tokens / depth, work.draft_context_tokens
-        first_s = self._draft.matrices_s(rows + work.ingested_tokens, rows)
-        later_s = (depth - 1) * self._draft.matrices_s(rows, rows)
-        return first_s + later_s + depth * self._draft.attention_s(read_tokens, read_tokens)
+        attention_s = self._draft.attention_s(read_tokens, read_tokens)
+        first_s = self._draft.matrices_s(rows + work.ingested_tokens, rows) + attention_s
+        return first_s + (depth - 1) * (self._draft.matrices_s(rows, rows) + attention_s)

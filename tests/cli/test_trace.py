@@ -95,7 +95,7 @@ def test_sim_prints_a_table_and_writes_the_requested_files(cbatch: Command, trac
     assert run.status == 0 and "time to first token" in run.out
     report, last = json.loads(out.read_bytes()), run.lines[-1]
     assert report["requests"] == last["requests"] == 30
-    assert report["settings"]["cost"] == "constant" and report["adaptive"]["share"] <= 1
+    assert report["settings"]["cost"] == "constant" and report["goodput"]["share"] <= 1
     assert report["tpot_s"]["mean"] == pytest.approx(0.01)
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert len(lines) == 30 and {"ttft_s", "tpot_s", "e2e_s", "queue_s"} <= set(lines[0])
