@@ -64,10 +64,10 @@ def measure(load: Any, setting: dict[str, str], streams: int, texts: dict[Any, l
         measured_s += seconds
     if streams == 1:
         load.cache_clear()  # frees its memory
-    key, found = (setting["model"], setting["numerics"], streams), [c.text for c in completions]
+    key, completed = (setting["model"], setting["numerics"], streams), [c.text for c in completions]
     if setting["lookahead"] == "off":
-        texts[key] = found
-    same = map(eq, found, texts[key]) if key in texts else None
+        texts[key] = completed
+    same = map(eq, completed, texts[key]) if key in texts else None
     return {
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_low": min(rates),
