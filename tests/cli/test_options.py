@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.load.run.options import LoadOptions
 from bench.load.cli.workload import Workload
-from bench.load.run.options import OfferedLoad
+from bench.load.run.options import LoadOptions, OfferedLoad
 from cbatch.cli.main import make_parser
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import fields_of, read_settings
