@@ -168,13 +168,13 @@ def run(port: int, seed: int, seconds: float, names: list[str]) -> None:
                 number, name = next(deck, (0, ""))
             if not name:
                 return
-            each = ATTACKS[name]
-            target = Target(port, each.allowed, f"{seed} {number} {name}")
-            with large if each.large else nullcontext():
+            attacking = ATTACKS[name]
+            target = Target(port, attacking.allowed, f"{seed} {number} {name}")
+            with large if attacking.large else nullcontext():
                 begin_s = time.monotonic()
                 tell(attack=name, begin_s=begin_s, end_s=None)
                 try:
-                    each.run(target)
+                    attacking.run(target)
                 except OSError as error:
                     target.note("closed", begin_s, repr(error))
             outcome = {"outcomes": target.outcomes, "wrong": target.wrong[:3]}

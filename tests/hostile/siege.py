@@ -220,7 +220,7 @@ class Siege:
         kills = [*self.kills, *self.worker_kills]
         ends = {(r["attack"], r["begin_s"]): r["end_s"] for r in self.reports}
         lines = []
-        for pause in sorted(self.pauses, key=lambda each: each.from_s - each.to_s):
+        for pause in sorted(self.pauses, key=lambda one: one.from_s - one.to_s):
             if all(pause.to_s < a or pause.from_s > b + GRACE_S for a, b in kills):
                 during = [
                     name

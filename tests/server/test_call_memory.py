@@ -39,26 +39,27 @@ def served(limit_bytes: int = LIMIT_BYTES, **options: Any) -> Iterator[tuple[Cli
         yield client, budgets[0]
 
 
-BODIES: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"messages": USER, "max_tokens": 2, "junk": LONG}),
-    (CHAT, {"messages": [{"role": "system", "content": LONG}, *USER], "max_tokens": 2}),
-    (RESPONSES, {"input": "ab", "max_output_tokens": 2, "store": False, "junk": LONG}),
-    (MESSAGES, {"messages": USER, "max_tokens": 2, "system": LONG}),
-    (MESSAGES, {"messages": USER, "max_tokens": 2, "junk": [LONG], "stream": True}),
-]
-
-
-def test_a_body_is_released_when_its_prompt_is_tokenized() -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": USER, "max_tokens": 2, "junk": LONG, "stream": True}),
+        (CHAT, {"messages": [{"role": "system", "content": LONG}, *USER], "max_tokens": 2}),
+        (RESPONSES, {"input": "ab", "max_output_tokens": 2, "store": False, "junk": LONG}),
+        (MESSAGES, {"messages": USER, "max_tokens": 2, "system": LONG}),
+        (MESSAGES, {"messages": USER, "max_tokens": 2, "junk": [LONG], "stream": True}),
+    ],
+)
+def test_a_body_is_released_when_its_prompt_is_tokenized(path: str, body: dict[str, Any]) -> None:
     """Calls that wait for a slot hold none of it."""
-    contents = [(path, json.dumps(body).encode()) for path, body in BODIES]
-    with served(40 * BIG) as (client, memory), client.begin(HOG), ExitStack() as stack:
+    content = json.dumps(body).encode()
+    with served() as (client, memory), client.begin(HOG), ExitStack() as stack:
         wait_until(lambda: counts(client) == (1, 0))
         tracemalloc.start()
         stack.callback(tracemalloc.stop)
         before, _ = tracemalloc.get_traced_memory()
-        for path, content in contents:
+        for _ in range(4):
             stack.enter_context(client.begin(content, path))
-        wait_until(lambda: counts(client) == (1 + len(BODIES), len(BODIES)))
+        wait_until(lambda: counts(client) == (5, 4))
         wait_until(lambda: tracemalloc.get_traced_memory()[0] - before < BIG)
         wait_until(lambda: memory.num_bytes < BIG)
 
@@ -85,13 +86,13 @@ def test_a_short_call_counts_the_conversation_that_it_continues() -> None:
             (RESPONSES, short | {"stream": True, "max_output_tokens": 2}),
             (f"{RESPONSES}/input_tokens", short),
         )
-        for path, each in calls:
+        for path, body in calls:
             with fill(client, memory, LIMIT_BYTES - 2 * BIG):
-                status, answer, headers = client.post(each, path)
+                status, answer, headers = client.post(body, path)
                 assert status == 503 and int(headers["retry-after"]) >= 1, answer
                 assert client.post({"prompt": "a", "max_tokens": 2})[0] == 200
             wait_until(lambda: memory.num_bytes == 0)
-            with client.open(each, path) as response:
+            with client.open(body, path) as response:
                 assert response.status == 200
                 response.read()
             wait_until(lambda: memory.num_bytes == 0)

@@ -143,8 +143,8 @@ def test_a_worker_has_imported_all_that_it_needs() -> None:
         pool = WorkerPool(partial(WorkerState, MODEL, TOKENIZER.vocab_size, (0,)))
         try:
             for task in tasks:
-                each = partial(imports_of, pickle.dumps(task))
-                assert not await pool.run(each, TaskLimits(60, 2**30))
+                probe = partial(imports_of, pickle.dumps(task))
+                assert not await pool.run(probe, TaskLimits(60, 2**30))
         finally:
             await pool.close()
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from bench.load.cli.display import ProgressDisplay, print_points
 from bench.load.cli.workload import Workload
-from bench.load.client.bodies import BodySettings
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.files import write_csv, write_points
 from bench.load.run.measure import LoadRun, measure, records
@@ -72,7 +71,11 @@ async def _bench(options: LoadOptions) -> int:
     objectives = parse_objectives(options.slo)
     endpoint, loads = Endpoint.of(str(options.url)), options.loads
     workload = Workload(options)
-    bodies = await _bodies(options, endpoint, workload)
+    client = HttpClient(endpoint, key=options.api_key, timeout_s=options.timeout)
+    try:
+        bodies = await workload.bodies(client, options.model or await find_model(client))
+    finally:
+        client.close()
     settings = {"url": endpoint.url, "model": bodies.model, **options.reported}
     settings["temperature"] = bodies.fields["temperature"]
     stop = asyncio.Event()
@@ -101,15 +104,6 @@ async def _bench(options: LoadOptions) -> int:
     failed = sum(sum(point.report.errors.values()) for point in points)
     share = failed / max(sum(point.report.sent for point in points), 1)
     return FAILED_RUN if share > options.max_errors else 0
-
-
-async def _bodies(options: LoadOptions, endpoint: Endpoint, workload: Workload) -> BodySettings:
-    """Find the server's model and the token ids of the corpus."""
-    client = HttpClient(endpoint, key=options.api_key, timeout_s=options.timeout)
-    try:
-        return await workload.bodies(client, options.model or await find_model(client))
-    finally:
-        client.close()
 
 
 def _write(options: LoadOptions, points: list[Point], capacity: Capacity | None) -> None:

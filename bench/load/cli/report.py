@@ -134,7 +134,9 @@ def compare(first: Report, second: Report) -> Iterator[Row]:
         )
         if (one, other) != (None, None):
             yield f"{LABELS[field]}, {statistic}", one, other
-    yield from pair("goodput, share of calls", lambda r: r.goodput.share if r.goodput else None)
+    yield from pair(
+        "goodput, share of calls", lambda r: None if r.goodput is None else r.goodput.share
+    )
     yield from pair("drafts accepted, share", acceptance)
 
 

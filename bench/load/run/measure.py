@@ -108,16 +108,7 @@ def _measure(
         settings=settings,
         requests=len(good),
         cut_requests=sum(call.ignore_eos and call.output_tokens < call.max_tokens for call in good),
-        refused=tuple(
-            Refused(
-                index=call.index,
-                prompt_tokens=call.prompt_tokens,
-                output_tokens=call.max_tokens,
-                reason=error.detail,
-            )
-            for call, error in failed
-            if error.status in REFUSALS
-        ),
+        refused=tuple(_refused(call) for call, error in failed if error.status in REFUSALS),
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -145,6 +136,15 @@ def _measure(
         **load,
         **_times(good),
         **_goodput(calls, objectives, duration_s),
+    )
+
+
+def _refused(call: TimedCall) -> Refused:
+    return Refused(
+        index=call.index,
+        prompt_tokens=call.prompt_tokens,
+        output_tokens=call.max_tokens,
+        reason="" if call.error is None else call.error.detail,
     )
 
 

@@ -87,7 +87,7 @@ async def _watch(tallies: Callable[[], list[LiveTally]], watch: Watch | None) ->
 
 
 class _Shared:
-    """What client processes share: the start, the request to stop, and a tally each."""
+    """State that client processes share: the start, the request to stop, and a tally each."""
 
     def __init__(self, context: SpawnContext, processes: int) -> None:
         self._ready, self._start_s = context.Barrier(processes), context.Value("d", 0.0)

@@ -30,13 +30,13 @@ def test_an_open_loop_sees_a_stall_that_a_closed_one_hides() -> None:
     """Requests due in a stall wait for its end, each from its own time. A client that waits for its
     answers sends one request into the stall: it would report the p99 of a server without one."""
     times_s = [i / 100 for i in range(100)]
-    held: list[float] = []
+    ends_s: list[float] = []
 
     async def script(exchange: Exchange) -> None:
         now_s = time.monotonic()
-        held[:] = held or [now_s + STALL_S]  # the stall begins with the first request
-        if now_s < held[0]:
-            await asyncio.sleep(held[0] - now_s)
+        ends_s[:] = ends_s or [now_s + STALL_S]  # the stall begins with the first request
+        if now_s < ends_s[0]:
+            await asyncio.sleep(ends_s[0] - now_s)
         await answer_well(exchange)
 
     with scripted(script) as server:
@@ -50,7 +50,7 @@ def test_an_open_loop_sees_a_stall_that_a_closed_one_hides() -> None:
         assert call.e2e_s >= wait_s - 0.001
     assert report.e2e_s.p90 is not None
     assert report.e2e_s.p90 >= float(np.percentile(waits_s, 90)) - 0.001 > 0.2
-    held.clear()
+    ends_s.clear()
     with scripted(script) as server:
         closed = run_plan(plan(server.endpoint, end_s=1.0, cycle=True))
     assert sum(call.e2e_s > 0.2 for call in closed.calls) == 1
