@@ -1,4 +1,4 @@
-"""Who is served: preemption by recompute, who resumes first, and queue policies. No output
+"""Order of service: preemption by recompute, what resumes first, and queue policies. No output
 changes."""
 
 from __future__ import annotations
