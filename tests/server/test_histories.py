@@ -476,7 +476,7 @@ def test_tools_may_come_with_items() -> None:
             read("responses", {"input": [USER, wrong]})
 
 
-@pytest.mark.parametrize("length", [64, 65, 74, 128])
+@pytest.mark.parametrize("length", [65, 128])
 def test_names_of_tools_may_be_long(length: int) -> None:
     name = "mcp__" + "a" * (length - 5)
     long = {

@@ -334,7 +334,7 @@ def test_any_fragments_are_read_the_same_however_they_are_cut(
 
 # Texts that may complete a partial object to a call.
 JSON_ENDS = ("", '"', 'e"', '": 1', ": 1", "1", "1]", "]", '"]', '": {}', ': "f"')
-SHORT = [script for script in SCRIPTS if len(script.text) < 90 and script.thoughts != "harmony"]
+SHORT = [script for script in SCRIPTS if len(script.text) < 60 and script.thoughts != "harmony"]
 
 
 @pytest.mark.parametrize("script", SHORT, ids=lambda script: f"{script.calls} {script.text[:40]!r}")

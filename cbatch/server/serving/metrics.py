@@ -153,8 +153,8 @@ class Metrics(RequestTotals, Collector):
             family.add_metric(self._labels, value)
             return cast(Metric, family)
         family = _FAMILIES[kind](name, text, labels=(*LABELS, label))
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            family.add_metric((*self._labels, str(key)), each)
+        for key, count in value.items() if isinstance(value, dict) else enumerate(value):
+            family.add_metric((*self._labels, str(key)), count)
         return cast(Metric, family)
 
     def _cache_config(self, config: SchedulerConfig) -> Metric:
