@@ -18,14 +18,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from cbatch import SamplingParams
+from cbatch import LLM, SamplingParams
+from cbatch.core.request.from_json import sampling_from_json
+from cbatch.engine.model_files import load_tokenizers
+from cbatch.engine.options import EngineOptions
 from cbatch.llm import complete_all
+from cbatch.process.factory import EngineFactory
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.heap import freeze_heap
 from tests.process.factories import SimFactory
+from tests.process.watching import kill_and_restart
 from tests.server.http_client import Client, sample, wait_until
 from tests.server.processes import Answer, Served, call, server_process, serving_process
 from tests.server.sim_server import Settings
+from tests.test_llm import write_model
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -201,6 +207,57 @@ def test_further_stop_signals_stop_at_once_without_a_traceback(
     assert "Traceback" not in log, log
     assert "draining: 4 open requests have 600 s to finish" in log
     assert log.count("second signal: aborting 4 open requests") == 1
+
+
+REGEX = "((ab|ba){2}[0-9]{1,3}, ?){9,}"
+AROUND = "start: before @answer\nbefore[lazy]: /(?s:.){12,30};/"
+GRAMMARS: dict[int, dict[str, Any]] = {
+    6: {"structured_outputs": {"regex": REGEX}},
+    7: {"structured_outputs": {"regex": REGEX, "around": AROUND}},
+}
+
+
+def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
+    """Streams of a real (tiny) pair, whose engine is killed. Every fourth call has a grammar, and
+    half of these calls have free text before it."""
+    target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
+    settings: dict[str, Any] = {
+        "numerics": "invariant",
+        "random_weights_seed": 0,
+        "lookahead": "fixed:3",
+    }
+    bodies = [
+        body(i, 200 - i, temperature=i % 2, prompt=f"def f{i}(a", ignore_eos=True)
+        | GRAMMARS.get(i % 8, {})
+        for i in range(32)
+    ]
+    fields = ("max_tokens", "seed", "temperature", "ignore_eos", "structured_outputs")
+    params = [
+        sampling_from_json({name: each[name] for name in fields if name in each}) for each in bodies
+    ]
+    prompts = [str(each["prompt"]) for each in bodies]
+    undisturbed = [c.text for c in LLM(target, draft, **settings).generate(prompts, params)]
+
+    async def scene(served: Served) -> list[Answer]:
+        streams = asyncio.create_task(crowd(served.client.port, bodies))
+        goal = served.engine.num_tokens + 1000
+        while served.engine.num_tokens < goal:
+            assert not streams.done(), "the streams were too short for the test"
+            await asyncio.sleep(0.001)
+        assert served.service.num_requests > 16
+        await kill_and_restart(served.engine)
+        return await streams
+
+    options = EngineOptions(**settings)
+    tokenizer = load_tokenizers(target, draft, options)
+    assert tokenizer is not None
+    with serving_process(EngineFactory(target, draft, options), tokenizer=tokenizer) as served:
+        # The first call with a grammar starts the grammar compiler.
+        asyncio.run(call(served.client.port, bodies[6] | {"max_tokens": 1}))
+        answers = asyncio.run(scene(served))
+        assert served.engine.num_starts == 2
+        assert sample(served.client, "cbatch:engine_restarts_total") == 1
+    assert [answer.text for answer in answers] == undisturbed
 
 
 def test_a_server_whose_engine_is_lost_reports_it_and_exits(tmp_path: Path) -> None:
