@@ -74,7 +74,9 @@ class Setting:
         has_default = default is not None and default is not False and default != ()
         text = f"{self.help} (default: {default})" if has_default else self.help
         options: dict[str, Any] = {"help": text.replace("%", "%%") or None, "dest": self.name}
-        if self.plain is bool:
+        if self.plain is bool and self.name.startswith("no_"):
+            options |= {"action": "store_const", "const": True}
+        elif self.plain is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(self.plain) is Literal:
             options["choices"] = self.choices

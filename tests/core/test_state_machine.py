@@ -257,7 +257,6 @@ def test_everything_happened():
             "catch-up tokens",
             "rows drafted by the model",
             "rows drafted by a lookup",
-            "scores",
             "zeroed blocks",
             "kv events",
             *(reason.value for reason in FinishReason),
