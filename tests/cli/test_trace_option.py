@@ -51,4 +51,7 @@ def test_without_the_packages_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     run = cbatch("serve", flag, "http://localhost:4317")
     assert run.status == 2 and run.err.count("\n") == 1
-    assert "--otlp-endpoint: needs OpenTelemetry" in run.err and "pip install 'cbatch[otel]'" in run.err
+    assert (
+        "--otlp-endpoint: needs OpenTelemetry" in run.err
+        and "pip install 'cbatch[otel]'" in run.err
+    )
