@@ -181,7 +181,7 @@ def test_a_start_has_few_kernels_and_none_is_large(name: str) -> None:
 
 
 def test_one_specialisation_of_each_kernel_that_samples() -> None:
-    """Steps that are shaped, filtered, drawn, in blocks, of one row or of many use the same one."""
+    """Steps that are shaped, filtered, drawn, of one row or of many use the same one."""
     names = [each.name for each in launched("8B with a draft")]
-    for kernel in ("shape", "scan", "distributions", "decide", "residual", "coins", "finish"):
+    for kernel in ("shape", "scan", "distributions", "decide", "residual", "finish"):
         assert names.count(f"{kernel}_kernel") == 1
