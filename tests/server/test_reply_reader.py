@@ -350,6 +350,7 @@ def test_only_text_that_later_text_can_change_is_held_back(script: Script) -> No
     }
     nexts = {end + more for end in ends for more in ("", "x", " x", OBJECT, "1")}
     nexts |= {f"{end}{more}{OBJECT[1:]}" for end in JSON_ENDS for more in ("", ", ")}
+    nexts |= {OBJECT[n:] for n in range(len(OBJECT))}
     for at in range(len(script.text) + 1):
         reader = reader_of(script)
         text = flat([part for part in reader.push(script.text[:at])])
