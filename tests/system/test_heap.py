@@ -60,7 +60,7 @@ def frozen_at_start() -> int:
 
     async def scene() -> None:
         config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
-        service: Any = SimpleNamespace(down=None, num_open=1)
+        service: Any = SimpleNamespace(client=SimpleNamespace(down=None), num_open=1)
 
         def on_listening(_: int) -> None:
             counts.append(gc.get_freeze_count())

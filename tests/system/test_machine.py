@@ -21,7 +21,7 @@ needs_linux = pytest.mark.skipif(platform.system() != "Linux", reason="elsewhere
 def test_the_folder_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert cache_folder("costs") == Path("/cache/cbatch/costs")
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
     assert cache_folder("costs") == Path("/home/me/.cache/cbatch/costs")
 
@@ -31,7 +31,7 @@ def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_folder("costs") is None
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert cache_folder("costs") == Path("/cache/cbatch/costs")
