@@ -15,8 +15,8 @@ from cbatch.cli.main import TWO_WORDS, main, make_parser
 from sim.workload.traces import formats
 from tests.documents import DOCUMENTS, README, ROOT, blocks, commands, prose, read
 
-MOST_README_LINES = 115
-MOST_PICTURE_BYTES = 150_000
+MAX_README_LINES = 115
+MAX_PICTURE_BYTES = 150_000
 TOPS = "bench|cbatch|deploy|docs|examples|sim|tests|tools|triton_kernels"
 PATH = re.compile(rf"(?<![\w./:-])((?:{TOPS})(?:/[\w-]+)*/[\w.-]*\w)(?![\w*])")
 SAID_TO_BE_IN = re.compile(r"`(\w[\w.]*)(=?)`,?\s(?:in|\(|of)\s?`([\w/]+\.py)`")
@@ -115,12 +115,12 @@ def test_make_targets_exist(path: Path) -> None:
 def test_the_readme_is_short_and_leads_to_every_document_and_picture() -> None:
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(read(README))}
     assert set((ROOT / "docs").glob("*.md")) <= linked
-    assert len(read(README).splitlines()) <= MOST_README_LINES
+    assert len(read(README).splitlines()) <= MAX_README_LINES
     pictures = list((ROOT / "docs" / "pictures").iterdir())
     assert len(pictures) >= 2
     shown = {Path(link).name for path in DOCUMENTS for link in LINK.findall(read(path))}
     for picture in pictures:
-        assert picture.name in shown and picture.stat().st_size < MOST_PICTURE_BYTES
+        assert picture.name in shown and picture.stat().st_size < MAX_PICTURE_BYTES
 
 
 def test_the_simulation_of_the_readme_runs(

@@ -29,7 +29,7 @@ FOR_USERS = re.compile(
 )
 FIRST_WORDS = ("Of", "What", "Whether", "Who", "Whom", "Whose", "And", "That", "Those")
 NAMES = frozenset(("found", "told", "asked", "wanted", "held", "most", "gone", "ours", "theirs"))
-MOST_WORDS, MOST_WORDS_OF_DOCUMENTS = 30, 25
+MAX_WORDS, MAX_WORDS_OF_DOCUMENTS = 30, 25
 NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -89,7 +89,7 @@ def problems(path: Path) -> dict[str, list[Problem]]:
             (line, m[0].lower()) for line, text in prose for m in BANNED.finditer(text)
         ],
         "first words of docstrings": [each for each in starts if each[1] in FIRST_WORDS],
-        "long sentences": [each for each in parts if len(each[1].split()) > MOST_WORDS],
+        "long sentences": [each for each in parts if len(each[1].split()) > MAX_WORDS],
         "names": names(tree),
         "messages": messages(tree) if file.startswith(PRODUCT) and file not in DATA else (),
     }
@@ -149,7 +149,7 @@ def document(path: Path) -> list[Problem]:
     problems = [Problem(file, 0, match[0]) for match in FOR_USERS.finditer(plain)]
     lines = [line for line in plain.splitlines() if not line.startswith(("|", "#", ">", "    "))]
     parts = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) |[.!?;:]\**(?=\s)", "\n".join(lines))
-    long = [part.strip(" -*\n") for part in parts if len(part.split()) > MOST_WORDS_OF_DOCUMENTS]
+    long = [part.strip(" -*\n") for part in parts if len(part.split()) > MAX_WORDS_OF_DOCUMENTS]
     return problems + [Problem(file, 0, part) for part in long]
 
 

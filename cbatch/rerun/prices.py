@@ -14,7 +14,7 @@ from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.prices.terms import DRAFT, ProfiledCost
 from cbatch.engine.prices.fit import fit_profile
 
-MOST_SAMPLES = 6_000  # steps of a log that prices are fitted to, evenly spaced
+MAX_SAMPLES = 6_000  # steps of a log that prices are fitted to, evenly spaced
 _STALL = 5.0  # a step that takes this many times its price was interrupted
 _EVERY = 50  # every 50th step is also priced in other sizes
 _DRAFTS = 4  # drafts per row in such steps
@@ -27,7 +27,7 @@ _SUMS -= {"decode_longest_tokens", "decode_shortest_tokens"}
 def recorded_prices(samples: Sequence[StepSample], start: CostProfile | None) -> CostProfile:
     """Return the prices of all terms. `start` are prices measured at the engine's start. The prices
     of the log's steps add up to their measured durations."""
-    chosen = np.linspace(0, len(samples) - 1, min(len(samples), MOST_SAMPLES)).astype(int)
+    chosen = np.linspace(0, len(samples) - 1, min(len(samples), MAX_SAMPLES)).astype(int)
     kept = [samples[i] for i in chosen]
     other = [] if start is None else list(_other_steps(kept, ProfiledCost(start)))
     cost = ProfiledCost(fit_profile([*kept, *other]))

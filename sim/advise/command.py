@@ -29,8 +29,8 @@ from sim.cli.processes import counting_bar, num_processes, run_scenarios
 
 LOOKAHEADS = "off,fixed:4,adaptive"
 _DRAFTERS = (MODEL, *LOOKUPS)
-LEAST_STEPS = 500  # steps with which prices are not rough
-LEAST_DRAFTING = 50  # steps with drafts that price the log's own drafter
+MIN_STEPS = 500  # steps with which prices are not rough
+MIN_DRAFTING = 50  # steps with drafts that price the log's own drafter
 _COLUMNS: dict[str, tuple[str, float, str]] = {  # of the table: heading, factor, format
     "lookahead": ("lookahead", 1, ""),
     "drafter": ("drafter", 1, ""),
@@ -178,7 +178,7 @@ def _prices(
         prices = read_calibration(args.cost).prices
     else:
         prices = recorded_prices(samples, config.cost_profile)
-    has_drafts = sum(sample.work.draft_depth > 0 for sample in samples) >= LEAST_DRAFTING
+    has_drafts = sum(sample.work.draft_depth > 0 for sample in samples) >= MIN_DRAFTING
     own = ScenarioSettings.of(config).drafter if has_drafts else None
     own = own if args.cost is None else MODEL
     by_drafter = {"off": prices}
@@ -256,7 +256,7 @@ def _changes(row: Row, base: Row) -> str:
 
 
 def _remarks(recording: Recording, verdicts: dict[str, tuple[int, int]]) -> Iterable[str]:
-    if len(recording.samples) < LEAST_STEPS:
+    if len(recording.samples) < MIN_STEPS:
         yield f"warning: the prices of {len(recording.samples)} steps are rough: record more"
     for name, (checked, differing) in verdicts.items():
         if checked:

@@ -151,7 +151,7 @@ def ranked(rows: Iterable[Row], recorded: Row) -> list[Row]:
     least = (1 - SIMILAR) * (ordered[0]["tokens_per_s"] or 0.0)
     close = [row for row in ordered if (row["tokens_per_s"] or 0.0) >= least]
     best = min(close, key=lambda row: row["tpot_p95_s"] or 0.0)
-    least_s = (1 - SHORTER) * (recorded["tpot_p95_s"] or 0.0)
-    if any(row is recorded for row in close) and least_s <= (best["tpot_p95_s"] or 0.0):
+    min_s = (1 - SHORTER) * (recorded["tpot_p95_s"] or 0.0)
+    if any(row is recorded for row in close) and min_s <= (best["tpot_p95_s"] or 0.0):
         best = recorded
     return [best, *(row for row in ordered if row is not best)]

@@ -49,11 +49,11 @@ class DraftingModel:
         wrong = f"{slot.label}: catch-up {catch_up}, the draft lags {lag}"
         if not overlapped:
             require(catch_up == lag if k else catch_up <= lag, wrong)
-            require(k <= self.most_drafts(slot), f"{slot.label}: {k} drafts pass the end")
+            require(k <= self.max_drafts(slot), f"{slot.label}: {k} drafts pass the end")
         elif slot.chain == (MODEL,) and not slot.draft_was_reset:
             require(catch_up >= lag, wrong)
 
-    def most_drafts(self, slot: CheckedSlot) -> int:
+    def max_drafts(self, slot: CheckedSlot) -> int:
         """Return the most drafts that fit: not past the end of the request, nor, with the model
         alone, past the draft's context."""
         limit = slot.admission.max_total_tokens - slot.num_tokens - 1
@@ -63,7 +63,7 @@ class DraftingModel:
 
     def choose(self, slot: CheckedSlot, k: int, catch_up: int) -> tuple[str | None, int]:
         """Return the drafter, and how many of the planned `k` it drafts."""
-        limit = 0 if slot.failed else min(k, self.most_drafts(slot))
+        limit = 0 if slot.failed else min(k, self.max_drafts(slot))
         for name in slot.chain if limit else ():
             if name != MODEL:
                 if self._finds(slot, slot.num_tokens):

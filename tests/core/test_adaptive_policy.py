@@ -21,7 +21,7 @@ from cbatch.core.speculation.policy import PolicyLimits
 from tests.helpers import DraftedRows, RowsToPlan, decoding
 
 DEPTH = 8
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 
 
 class Machine(NamedTuple):
@@ -57,8 +57,8 @@ class Requests(NamedTuple):
     def of(cls, alphas: Callable, count: int, seed: int) -> Requests:
         rng = np.random.default_rng(seed)
         chances = alphas(rng, count)[:, None]
-        coins = rng.random((count, MOST_TOKENS + DEPTH), dtype=np.float32) < chances
-        return cls(rng.integers(MOST_TOKENS // 8, MOST_TOKENS, count), coins)
+        coins = rng.random((count, MAX_TOKENS + DEPTH), dtype=np.float32) < chances
+        return cls(rng.integers(MAX_TOKENS // 8, MAX_TOKENS, count), coins)
 
 
 def wide(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -165,9 +165,9 @@ def test_the_map_says_of_each_block_what_it_is() -> None:
     pool.release(cached)
     pool.acquire(pool.match(tokens(1), 1).blocks)  # in use again, though it is still in the cache
     private = pool.allocate(2)
-    for most_cells, size in ((10, 1), (4, 3), (3, 4), (1, 10)):
-        cell_blocks, used, kept = pool.occupancy(most_cells)
-        assert cell_blocks == size and len(used) == len(kept) == -(-10 // size) <= most_cells
+    for max_cells, size in ((10, 1), (4, 3), (3, 4), (1, 10)):
+        cell_blocks, used, kept = pool.occupancy(max_cells)
+        assert cell_blocks == size and len(used) == len(kept) == -(-10 // size) <= max_cells
         for cell in range(len(used)):
             blocks = range(cell * size, min((cell + 1) * size, 10))
             assert used[cell] == sum(block in {cached[0], *private} for block in blocks)

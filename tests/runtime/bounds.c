@@ -195,9 +195,9 @@ static void one_pass(const made *m, long query, long before, int half, int wrong
     if (wrong == 3) logit_rows[0] = below(2) ? rows : -1;
     if (wrong == 4) contexts[2] += (int32_t)size;
     const long kv_bytes = 2 * of->kv_heads * blocks * size * 2 * of->dim * (half ? 2 : 4);
-    const long most_rows = max_long(rows, num_logit_rows);
+    const long max_rows = max_long(rows, num_logit_rows);
     step s = {tokens, logit_rows, queries, contexts, tables, bits(kv_bytes),
-              room((num_logit_rows + 1) * of->vocab * 4), room(memory_bytes(of, most_rows, threads)),
+              room((num_logit_rows + 1) * of->vocab * 4), room(memory_bytes(of, max_rows, threads)),
               &progress, 0, room(rows * 2 * of->hidden * 4), rows, 3, width,
               wrong == 3 ? num_logit_rows + 1 : num_logit_rows, blocks, size, half, threads, 2};
     const int status = decode(of, &s);

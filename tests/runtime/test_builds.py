@@ -44,7 +44,7 @@ FUSED = [name for name, each in RUNNABLE.items() if "fma" in each.features or na
 FUSED += ["portable"] if platform.machine() == "aarch64" else []
 COMPUTED = [*RUNNABLE, *([BY_HAND] if "avx512_bf16" in RUNNABLE else [])]
 OWN_BF16 = ("avx512_bf16", "amx", BY_HAND)
-MOST_ROWS = 40
+MAX_ROWS = 40
 
 
 # ---- which one is chosen -------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def dense(dtype: torch.dtype, columns: int) -> Tensor:
 def rows(columns: int) -> Tensor:
     """Return rows that need no rounding to bf16, which products of some processors would do."""
     gen = torch.Generator().manual_seed(1)
-    return torch.randn(MOST_ROWS, columns, generator=gen).bfloat16().float()
+    return torch.randn(MAX_ROWS, columns, generator=gen).bfloat16().float()
 
 
 def products(columns: int = COLUMNS) -> dict[str, CompiledProduct]:
@@ -225,7 +225,7 @@ def test_products_are_right() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = rows(columns), dense(dtype, columns)
             expected, size = x.double() @ weight.double().T, x.abs() @ weight.abs().float().T
-            result = CompiledProduct(weight, None, None)(x, MOST_ROWS)
+            result = CompiledProduct(weight, None, None)(x, MAX_ROWS)
             assert ((result - expected).abs() <= 4e-6 * size).all()
 
 
@@ -235,7 +235,7 @@ def test_company_changes_no_bit(columns: int) -> None:
     """This holds for any product: full panels and one that is not, tiles of any number of rows."""
     x = rows(columns)
     for name, product in products(columns).items():
-        expected = product(x, MOST_ROWS)
+        expected = product(x, MAX_ROWS)
         for count in (1, 2, 3, 4, 5, 8, 9, 16, 17):
             some = x[5 : 5 + count].contiguous()
             assert torch.equal(product(some, count), expected[5 : 5 + count]), (name, count)
@@ -266,12 +266,12 @@ def test_layers_and_experts_by_themselves(dtype: torch.dtype) -> None:
 def test_fused_products_have_the_same_bits_everywhere(in_each: Iterator[tuple[str, int]]) -> None:
     """This holds for any vector width and any way to sum integers. It does not hold with
     instructions for bf16, nor without fused ones."""
-    x = torch.randn(MOST_ROWS, COLUMNS, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(MAX_ROWS, COLUMNS, generator=torch.Generator().manual_seed(2))
     expected: dict[str, Tensor] = {}
     others = []
     for build_name, _ in in_each:
         for name, product in products().items():
-            result = product(x, MOST_ROWS)
+            result = product(x, MAX_ROWS)
             own = name == "torch.bfloat16" and build_name in OWN_BF16
             if build_name in (*FUSED, BY_HAND) and not own:
                 assert torch.equal(result, expected.setdefault(name, result)), (name, build_name)
@@ -316,10 +316,10 @@ def test_zig_compiles_kernels_of_the_same_bits(
         monkeypatch.delenv(name, raising=False)
     x, name = rows(COLUMNS), next(iter(libraries))
     use(libraries[name], monkeypatch)
-    expected = {each: product(x, MOST_ROWS) for each, product in products().items()}
+    expected = {each: product(x, MAX_ROWS) for each, product in products().items()}
     use(build.library_of(RUNNABLE[name], zig, None), monkeypatch)
     for product_name, product in products().items():
-        assert torch.equal(product(x, MOST_ROWS), expected[product_name]), product_name
+        assert torch.equal(product(x, MAX_ROWS), expected[product_name]), product_name
     build_model(tmp_path, "llama")
     for path in (tmp_path, as_gguf(tmp_path, Q8_0)):
         report = probe_batch_invariance(load_model(path, numerics="invariant"))

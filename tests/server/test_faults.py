@@ -94,16 +94,16 @@ def overload(seconds: float) -> dict[str, float]:
         lookahead="off", vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes={"max_num_seqs": slots}
     )
     limits = Limits(max_queued_requests=2 * slots)
-    most_queued = 0
+    max_queued = 0
 
     async def drive(served: Served) -> list[Answer]:
-        nonlocal most_queued
+        nonlocal max_queued
         per_s = 4 * slots / (tokens * factory.step_s)
         calls = []
         begin_s = time.monotonic()
         for i in range(int(per_s * seconds)):
             calls.append(asyncio.create_task(call(served.client.port, body(i, tokens))))
-            most_queued = max(most_queued, served.service.queue.num_requests)
+            max_queued = max(max_queued, served.service.queue.num_requests)
             await asyncio.sleep(max(0.0, begin_s + i / per_s - time.monotonic()))
         return await asyncio.gather(*calls)
 
@@ -120,7 +120,7 @@ def overload(seconds: float) -> dict[str, float]:
     assert {answer.status for answer in refused} == {503}
     assert counted == len(refused)
     assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
-    assert 0 < most_queued <= limits.max_queued_requests
+    assert 0 < max_queued <= limits.max_queued_requests
     assert all(a.events[-1]["choices"][0]["finish_reason"] == "length" for a in accepted)
     took_s = [answer.took_s for answer in refused]
     served_s = [answer.took_s for answer in accepted]

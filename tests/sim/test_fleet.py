@@ -82,17 +82,17 @@ def test_least_loaded_beats_taking_turns_on_a_skewed_load() -> None:
 
 
 def test_prefix_affine_finds_more_in_the_cache() -> None:
-    hits, most_requests = {}, {}
+    hits, max_requests = {}, {}
     for router in routers.ROUTERS:
         report = fleet(OpenLoop(sessions()), 3, router, config_for(num_blocks=4000))
         assert report.replicas is not None
         hits[router] = report.prefix_hit_tokens or 0
-        most_requests[router] = max(part.requests for part in report.replicas)
+        max_requests[router] = max(part.requests for part in report.replicas)
         assert hits[router] == sum(part.prefix_hit_tokens for part in report.replicas)
     alone = fleet(OpenLoop(sessions()), 1, config=config_for(num_blocks=4000)).prefix_hit_tokens
     assert hits["prefix-affine"] == alone, "every turn found all that one engine would have kept"
     assert hits["prefix-affine"] > 1.5 * max(hits["round-robin"], hits["least-loaded"])
-    assert most_requests["prefix-affine"] < 60, "and yet all replicas had work"
+    assert max_requests["prefix-affine"] < 60, "and yet all replicas had work"
 
 
 def test_a_short_prefix_of_all_prompts_does_not_gather_them() -> None:

@@ -132,8 +132,8 @@ def test_uneven_contexts_cost_what_the_skew_says(folder: Path) -> None:
         # A bucket without measurements gets the mean of its chunk's, weighted by samples.
         ((20, 20, 20, 2000), 5.5 / 8),
     ):
-        mean_us, most_us = (attention_us(0, 0, 4, c) for c in (sum(contexts) / 4, max(contexts)))
-        expected_s = step_s(4, 4, mean_us + share * (most_us - mean_us))
+        mean_us, max_us = (attention_us(0, 0, 4, c) for c in (sum(contexts) / 4, max(contexts)))
+        expected_s = step_s(4, 4, mean_us + share * (max_us - mean_us))
         assert cost.step_s(uneven(*contexts))[1] == pytest.approx(expected_s)
 
 

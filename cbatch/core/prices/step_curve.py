@@ -92,12 +92,12 @@ class StepCurve:
         return float(self.seconds_at(count, self._points[nearest][2]))
 
     def _levels(self, context: float) -> tuple[list[float], list[float]]:
-        lowest_s, most_steps, counts, levels_s = math.inf, 0.0, [], []
+        lowest_s, max_steps, counts, levels_s = math.inf, 0.0, [], []
         for at in reversed(self.known):
             count, seconds, about = self._points[at]
             level_s = seconds + self.slope_s * (context - about)
-            if level_s <= lowest_s or self._num_steps[at] > most_steps:
-                lowest_s, most_steps = level_s, self._num_steps[at]
+            if level_s <= lowest_s or self._num_steps[at] > max_steps:
+                lowest_s, max_steps = level_s, self._num_steps[at]
             counts.append(count)
             levels_s.append(lowest_s)
         counts.reverse()

@@ -16,7 +16,7 @@ one, torch computes.
 from cbatch.runtime.compiled.build import build_name, version
 from cbatch.runtime.compiled.compiler import find_compiler
 from cbatch.runtime.compiled.product import (
-    MOST_LANES,
+    MAX_LANES,
     Blocks,
     CompiledProduct,
     OutputRuns,
@@ -25,7 +25,7 @@ from cbatch.runtime.compiled.product import (
 )
 
 __all__ = [
-    "MOST_LANES",
+    "MAX_LANES",
     "Blocks",
     "CompiledProduct",
     "OutputRuns",

@@ -63,7 +63,7 @@ typedef struct {
     long pairs, num_shares, input_stride, result_stride;
 } expert_job;
 
-_Static_assert(sizeof(expert_job) <= MOST_JOB_BYTES, "experts are handed over whole");
+_Static_assert(sizeof(expert_job) <= MAX_JOB_BYTES, "experts are handed over whole");
 
 static long input_bytes(const linear *weights) {
     const long in = weights->in;

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
-from cbatch.runtime.compiled.product import MOST_LANES, CompiledProduct, LinearStruct
+from cbatch.runtime.compiled.product import MAX_LANES, CompiledProduct, LinearStruct
 from cbatch.runtime.compiled.structs import fields
 from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.model.config import Experts
@@ -132,7 +132,7 @@ class CompiledExperts:
         x, weights = x.float().contiguous(), weights.float().contiguous()
         chosen = chosen.to(torch.int64).contiguous()
         y = x.new_empty(rows, self._out)
-        pairs, stride = rows * choices, (-(-self._gate_up_width // MOST_LANES) + 1) * MOST_LANES
+        pairs, stride = rows * choices, (-(-self._gate_up_width // MAX_LANES) + 1) * MAX_LANES
         gate_up_out = x.new_empty(pairs, stride)
         step = _Step(
             self._gate_up,

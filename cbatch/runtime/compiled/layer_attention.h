@@ -39,7 +39,7 @@ typedef struct {
     long num_pieces;
 } layer_job;
 
-_Static_assert(sizeof(layer_job) <= MOST_JOB_BYTES, "a layer is handed over whole");
+_Static_assert(sizeof(layer_job) <= MAX_JOB_BYTES, "a layer is handed over whole");
 
 static enum scoring layer_scoring(const attention_layer *l) {
     if (!l->half) return AS_FP32;

@@ -23,7 +23,7 @@ _slab: Tensor | None = None  # the free rest of the current slab
 _slab_lock = threading.Lock()
 _PANELS_AT_ONCE = 256  # panels packed in one copy
 SINGLE_THREAD_BELOW = 1 << 18  # multiplications below which one thread is faster than several
-MOST_LANES = 16  # floats in the widest vector of any build
+MAX_LANES = 16  # floats in the widest vector of any build
 # ggml's numbers of these types.
 TYPES = {torch.float32: 0, torch.bfloat16: 30}
 BLOCK_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13}

@@ -3,7 +3,7 @@
 #pragma once
 #include "paged.h"
 
-#define MOST_QUERIES 48  // queries in a tile of attention
+#define MAX_QUERIES 48  // queries in a tile of attention
 
 // query_lens, context_lens [sequences]; tables [sequences, table_width] of block ids below
 // `blocks`.
@@ -17,7 +17,7 @@ typedef struct {
     long sequence, row, rows, position;
 } piece;
 
-INLINE long queries_of_piece(long group) { return max_long(MOST_QUERIES / group, 1) * group; }
+INLINE long queries_of_piece(long group) { return max_long(MAX_QUERIES / group, 1) * group; }
 
 // Writes each row's sequence and position. Returns nonzero if the tables do not hold the context or
 // have an invalid block id, or if the number of rows is wrong.
@@ -42,12 +42,12 @@ static int locate(const ragged *of, long *sequences, long *positions) {
 
 // Cuts the rows into pieces, and returns their number: at most one per row.
 static long cut(const ragged *of, long group, piece *pieces) {
-    const long most_rows = queries_of_piece(group) / group;
+    const long max_rows = queries_of_piece(group) / group;
     long row = 0, count = 0;
     for (long b = 0; b < of->sequences; b++) {
         const long length = of->query_lens[b], start = of->context_lens[b] - length;
-        for (long i = 0; i < length; i += most_rows)
-            pieces[count++] = (piece){b, row + i, min_long(most_rows, length - i), start + i};
+        for (long i = 0; i < length; i += max_rows)
+            pieces[count++] = (piece){b, row + i, min_long(max_rows, length - i), start + i};
         row += length;
     }
     return count;

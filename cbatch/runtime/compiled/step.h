@@ -99,7 +99,7 @@ typedef struct {
     long *positions, *sequences;
 } pass;
 
-_Static_assert(sizeof(pass) <= MOST_JOB_BYTES, "a pass is handed over whole");
+_Static_assert(sizeof(pass) <= MAX_JOB_BYTES, "a pass is handed over whole");
 
 #define LOOPS_OF_A_LAYER 20  // shared loops of a layer, at most
 #define OTHER_LOOPS 8        // and of the rest of a pass

@@ -17,8 +17,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MOST_THREADS 64
-#define MOST_JOB_BYTES 1024
+#define MAX_THREADS 64
+#define MAX_JOB_BYTES 1024
 #define SPINS 400  // reads of a variable before a thread sleeps: about 20 us
 #define PATIENT_SPINS 20000  // the same if the next job is known to come soon: about 0.5 ms
 #define LINE_BYTES 64
@@ -53,7 +53,7 @@ typedef struct {
     long threads, loop_bytes, num_loops;
     char *loops;
     void (*run)(void *job);
-    char job[MOST_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
+    char job[MAX_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
 } team;
 
 // A thread's part in a job; the first member of every job struct. `team` is null for a thread that
@@ -79,7 +79,7 @@ static void wake(team *of) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (!__atomic_load_n(&of->sleepers, __ATOMIC_SEQ_CST)) return;
     __atomic_add_fetch(&of->wakes, 1, __ATOMIC_SEQ_CST);
-    futex(&of->wakes, FUTEX_WAKE, MOST_THREADS);
+    futex(&of->wakes, FUTEX_WAKE, MAX_THREADS);
 }
 
 // Waits until `until` holds. `wakes` is read before `until` is checked for the last time. So a call
@@ -175,7 +175,7 @@ static int claim_range(member *me, long count, range *to) {
 
 static void *run_worker(void *number) {
     team *of = the_team;
-    char job[MOST_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
+    char job[MAX_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
     int32_t last = 0, turn;
     for (;;) {
         AWAIT_FOR(of, __atomic_load_n(&spins_between_jobs, __ATOMIC_RELAXED),
@@ -222,7 +222,7 @@ static team *team_for(long threads, long loops) {
         if (posix_memalign((void **)&the_team, LINE_BYTES, sizeof *the_team)) return the_team = 0;
         memset(the_team, 0, sizeof *the_team);
         the_team->threads = the_team->turn = 1;
-        the_team->loop_bytes = loop_bytes_of(MOST_THREADS);
+        the_team->loop_bytes = loop_bytes_of(MAX_THREADS);
     }
     if (loops > the_team->num_loops) {
         char *memory;
@@ -248,8 +248,8 @@ static team *team_for(long threads, long loops) {
 static void run_job(void (*run)(void *), void *job, long job_bytes, long threads, long loops) {
     member *me = job;
     *me = (member){.progress = me->progress, .threads = 1};
-    threads = threads < MOST_THREADS ? threads : MOST_THREADS;
-    if (threads < 2 || job_bytes > MOST_JOB_BYTES || pthread_mutex_trylock(&one_at_a_time)) {
+    threads = threads < MAX_THREADS ? threads : MAX_THREADS;
+    if (threads < 2 || job_bytes > MAX_JOB_BYTES || pthread_mutex_trylock(&one_at_a_time)) {
         run(job);
         return;
     }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.runtime.compiled import MOST_LANES, Blocks, CompiledProduct, OutputRuns, compiles_blocks
+from cbatch.runtime.compiled import MAX_LANES, Blocks, CompiledProduct, OutputRuns, compiles_blocks
 from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
 from cbatch.runtime.cpu.linear import Linear, ProductPlan, make_plan
 from cbatch.runtime.cpu.products import Kind
@@ -91,7 +91,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
     def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> Linear:
         c = self.config
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
-        if blocks is None or c.head_dim % MOST_LANES:
+        if blocks is None or c.head_dim % MAX_LANES:
             return super()._qkv(attention, norm, name)
         bias = self._fuse(attention, "bias") if c.attention_bias else None
         dim, pitch, at = c.head_dim, (c.group_size + 2) * c.head_dim, 0
