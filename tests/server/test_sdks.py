@@ -80,6 +80,44 @@ def answered(text: str) -> bool:
     return set(json.loads(text)) == {"degrees"}
 
 
+def test_openai_chat(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+
+    def create(**body: Any) -> Any:
+        return client.chat.completions.create(model=MODEL, max_tokens=60, temperature=0, **body)
+
+    last = tool_rounds(create)
+    assert last.tool_calls or answered(last.content)
+    body: Any = {"model": MODEL, "max_tokens": 30, "temperature": 0}
+    messages: Any = [{"role": "user", "content": "Count to five."}]
+    whole = client.chat.completions.create(messages=messages, **body)
+    parts = client.chat.completions.create(messages=messages, stream=True, **body)
+    streamed = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert streamed == whole.choices[0].message.content
+
+
+def test_openai_responses(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+    tool: Any = {"type": "function", "strict": True} | FUNCTION
+    body: Any = {"model": MODEL, "max_output_tokens": 60, "temperature": 0, "tools": [tool]}
+    first = client.responses.create(
+        input=ASK, tool_choice="required", parallel_tool_calls=False, **body
+    )
+    call = next(item for item in first.output if item.type == "function_call")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
+    text: Any = {"format": {"type": "json_schema", "name": "a", "schema": ANSWER, "strict": True}}
+    last = client.responses.create(
+        input=[result], previous_response_id=first.id, tool_choice="none", text=text, **body
+    )
+    assert answered(last.output_text)
+    reference: Any = [{"type": "item_reference", "id": last.output[-1].id}]
+    again = client.responses.create(
+        input=[*reference, {"role": "user", "content": "Again."}],
+        **body | {"tools": [], "max_output_tokens": 4},
+    )
+    assert again.status == "incomplete" and again.incomplete_details.reason == "max_output_tokens"
+
+
 def test_agents_sdk_with_tools_and_an_output_type(url: str) -> None:
     agents = pytest.importorskip("agents")
     pydantic = pytest.importorskip("pydantic")
@@ -110,6 +148,30 @@ def test_agents_sdk_with_tools_and_an_output_type(url: str) -> None:
         result = asyncio.run(agents.Runner.run(agent, ASK, max_turns=6))
         assert calls, kind
         assert 0 <= result.final_output.degrees <= 99
+
+
+def test_anthropic_tools_and_thinking(url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="x", max_retries=0)
+    tool: Any = {"name": "get_weather", "description": "Weather", "input_schema": WEATHER}
+    body: Any = {"model": MODEL, "max_tokens": 60, "tools": [tool]}
+    body |= {"extra_body": {"temperature": 0}}
+    turn: Any = {"role": "user", "content": ASK}
+    one: Any = {"type": "any", "disable_parallel_tool_use": True}
+    first = client.messages.create(messages=[turn], tool_choice=one, **body)
+    assert first.stop_reason == "tool_use"
+    call = next(block for block in first.content if block.type == "tool_use")
+    result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "21 degrees"}
+    thought: Any = {"type": "thinking", "thinking": "I need a tool.", "signature": "c2ln"}
+    redacted: Any = {"type": "redacted_thinking", "data": "EsoBCkYI"}
+    history: Any = [
+        turn,
+        {"role": "assistant", "content": [thought, redacted, *first.content]},
+        {"role": "user", "content": [result]},
+    ]
+    whole = client.messages.create(messages=history, **body)
+    with client.messages.stream(messages=history, **body) as stream:
+        streamed = stream.get_final_message()
+    assert [b.model_dump() for b in whole.content] == [b.model_dump() for b in streamed.content]
 
 
 def test_langchain(url: str) -> None:
