@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from cbatch.server.protocol.errors import ServiceError
-from cbatch.server.protocol.requests import ApiRequest
+from cbatch.server.protocol.fields import ApiRequest
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.text import ChatTemplate
 from tests.server.http_client import Client, serving_service

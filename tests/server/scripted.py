@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
-from cbatch.server.protocol.requests import ApiRequest, PendingPrompt
+from cbatch.server.protocol.fields import ApiRequest, PendingPrompt
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.text import TextTokenizer

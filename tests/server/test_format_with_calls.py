@@ -11,8 +11,8 @@ from cbatch import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.grammars import Grammars
 from cbatch.server.protocol.anthropic_request import parse_messages
-from cbatch.server.protocol.chats import parse_chat
-from cbatch.server.protocol.requests import ApiRequest, PendingPrompt
+from cbatch.server.protocol.fields import ApiRequest, PendingPrompt
+from cbatch.server.protocol.requests import parse_chat
 from cbatch.server.protocol.response_store import ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.text import TextTokenizer

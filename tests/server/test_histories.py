@@ -13,8 +13,8 @@ import pytest
 from cbatch import FieldError
 from cbatch.server.protocol import translation
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
-from cbatch.server.protocol.chats import parse_chat, tokenize
-from cbatch.server.protocol.requests import ApiRequest, PendingPrompt
+from cbatch.server.protocol.fields import ApiRequest, PendingPrompt
+from cbatch.server.protocol.requests import parse_chat, tokenize
 from cbatch.server.protocol.response_store import ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from tests.server.http_client import toy_model

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cbatch import FieldError
-from cbatch.server.protocol.chats import parse_chat
+from cbatch.server.protocol.fields import PendingPrompt
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import PendingPrompt
+from cbatch.server.protocol.requests import parse_chat
 from cbatch.text import ChatTemplate
 from cbatch.text.forced_tools import call_id
 from tests.toy_engine import TOKENIZER

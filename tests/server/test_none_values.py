@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cbatch.engine.unsupported import UNSUPPORTED_FIELDS
-from cbatch.server.protocol.chats import ChatFields
-from cbatch.server.protocol.requests import CompletionFields
+from cbatch.server.protocol.fields import CompletionFields
+from cbatch.server.protocol.requests import ChatFields
 from tests.server.http_client import CHAT, COMPLETIONS, Client
 from tests.toy_engine import TOKENIZER
 

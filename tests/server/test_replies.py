@@ -15,8 +15,8 @@ import pytest
 
 from cbatch import LLM
 from cbatch.core.request.request import FinishReason
-from cbatch.server.protocol.chats import parse_chat
-from cbatch.server.protocol.requests import PendingPrompt
+from cbatch.server.protocol.fields import PendingPrompt
+from cbatch.server.protocol.requests import parse_chat
 from cbatch.text import ChatTemplate
 from tests.server.http_client import CHAT, MODEL, Client, serving, serving_service, toy_model
 from tests.server.scripted import ScriptedService, tokenizer_with

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from cbatch import FieldError, SamplingParams
-from cbatch.server.protocol.chats import chat_ids, parse_chat
 from cbatch.server.protocol.openapi import document
-from cbatch.server.protocol.requests import parse_completion
+from cbatch.server.protocol.requests import chat_ids, parse_chat, parse_completion
 from tests.server.http_client import toy_model
 
 OWN = {"temperature": 0.6, "top_k": 20, "max_tokens": 40}

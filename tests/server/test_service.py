@@ -16,7 +16,7 @@ import pytest
 from cbatch import FieldError, FinishReason, Output, SamplingParams
 from cbatch.process.client import EngineClient
 from cbatch.server.protocol.errors import ServiceError, SlowReaderError
-from cbatch.server.protocol.requests import AnyPrompt, ApiRequest, RequestFields
+from cbatch.server.protocol.fields import AnyPrompt, ApiRequest, RequestFields
 from cbatch.server.serving import open_request as calls
 from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits

@@ -18,9 +18,9 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from cbatch.core.request.request import StructuredOutputs
 from cbatch.grammars.validator import try_out
 from cbatch.server.http.keys import KeyRing
-from cbatch.server.protocol.chats import detokenize, parse_chat, tokenize
 from cbatch.server.protocol.errors import OverloadedError, ServiceDownError
-from cbatch.server.protocol.requests import text_ids
+from cbatch.server.protocol.fields import text_ids
+from cbatch.server.protocol.requests import detokenize, parse_chat, tokenize
 from cbatch.server.serving import prompts as prompts_module
 from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits

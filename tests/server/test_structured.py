@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
-from cbatch.server.protocol.chats import parse_chat
+from cbatch.server.protocol.requests import parse_chat
 from cbatch.text.forced_tools import ForcedCallReader
 from tests.server.http_client import CHAT, MODEL, Client, serving, toy_model
 from tests.toy_engine import make_engine

@@ -32,10 +32,10 @@ from cbatch.server.http.errors import (
 )
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.http.middleware import record_of
-from cbatch.server.protocol.chats import parse_chat
 from cbatch.server.protocol.errors import BodyTimeoutError, OverloadedError
+from cbatch.server.protocol.fields import ApiRequest
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import ApiRequest, parse_completion
+from cbatch.server.protocol.requests import parse_chat, parse_completion
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.admission_queue import CallMemory, MemoryBudget
 from cbatch.server.serving.chat_encoder import ChatEncoder

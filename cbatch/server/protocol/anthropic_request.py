@@ -13,8 +13,8 @@ from msgspec import structs
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.unsupported import Missing
 from cbatch.server.protocol import translation
+from cbatch.server.protocol.fields import ApiRequest, Count
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import ApiRequest, Count
 from cbatch.text.forced_tools import FunctionName
 from cbatch.text.messages import list_problem
 

@@ -10,21 +10,21 @@ import msgspec
 
 from cbatch.core.request.from_json import STRUCTURED_FIELDS
 from cbatch.core.request.request import NONE_VALUES, RANGES, SamplingParams
-from cbatch.server.protocol import anthropic_request, chats, requests, responses, responses_request
+from cbatch.server.protocol import anthropic_request, fields, requests, responses, responses_request
 
 Schema = dict[str, Any]
 _REF = "#/components/schemas/"
 _PLAIN: Schema = {"type": "object"}
 # By path: the body of a POST, its required members, and the answer.
 _CALLS: dict[str, tuple[Any, tuple[str, ...], Any]] = {
-    "/v1/completions": (requests.CompletionFields, ("prompt",), responses.CompletionResponse),
-    "/v1/chat/completions": (chats.ChatFields, ("messages",), responses.ChatCompletion),
+    "/v1/completions": (fields.CompletionFields, ("prompt",), responses.CompletionResponse),
+    "/v1/chat/completions": (requests.ChatFields, ("messages",), responses.ChatCompletion),
     "/v1/responses": (responses_request.ResponsesFields, ("input",), None),
     "/v1/responses/input_tokens": (responses_request.ResponsesFields, ("input",), None),
     "/v1/messages": (anthropic_request.AnthropicFields, ("messages", "max_tokens"), None),
     "/v1/messages/count_tokens": (anthropic_request.AnthropicFields, ("messages",), None),
-    "/tokenize": (chats.TokenizeFields, (), responses.Tokenized),
-    "/detokenize": (chats.DetokenizeFields, ("tokens",), responses.Detokenized),
+    "/tokenize": (requests.TokenizeFields, (), responses.Tokenized),
+    "/detokenize": (requests.DetokenizeFields, ("tokens",), responses.Detokenized),
 }
 _GETS = ("/v1/models", "/v1/models/{name}", "/v1/responses/{name}", "/health", "/ready", "/version")
 _REFUSED = {
@@ -44,7 +44,7 @@ def document(**defaults: float) -> Schema:
     for name, (minimum, maximum, _) in RANGES.items():
         lowest = min(minimum, *NONE_VALUES.get(name, (minimum,)))
         _narrow(sampling[name], {"minimum": lowest, "maximum": maximum})
-    for name, limit in requests.LIMITS.items():
+    for name, limit in fields.LIMITS.items():
         if "anyOf" in limit:
             sampling[name] = limit
         else:
@@ -56,7 +56,7 @@ def document(**defaults: float) -> Schema:
     for name, value in defaults.items():
         sampling[name] = sampling[name] | {"default": value}
     chat = schemas["ChatFields"]["properties"]
-    shared = (*requests.RequestFields.__struct_fields__, *_CHAT_ONLY)
+    shared = (*fields.RequestFields.__struct_fields__, *_CHAT_ONLY)
     for kind, required, _ in reversed(_CALLS.values()):  # of two paths, the first decides
         name, properties = kind.__name__, dict[str, Schema]()
         if name in ("CompletionFields", "ChatFields", *_REFUSED):

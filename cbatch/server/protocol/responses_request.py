@@ -13,8 +13,8 @@ from msgspec import Meta, structs
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.unsupported import Missing
 from cbatch.server.protocol import response_items, translation
+from cbatch.server.protocol.fields import ApiRequest, Count
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import ApiRequest, Count
 from cbatch.server.protocol.response_items import TEXT_TYPES, ContentPart, InputItem, ResponsesTool
 from cbatch.server.protocol.response_store import KeyResponses
 from cbatch.text.forced_tools import FunctionName

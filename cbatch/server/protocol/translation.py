@@ -14,9 +14,7 @@ from msgspec import structs
 
 from cbatch.core.request.errors import FieldError, too_long
 from cbatch.engine.unsupported import Missing
-from cbatch.server.protocol.chats import parse_chat
-from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import (
+from cbatch.server.protocol.fields import (
     MAX_CONTAINERS,
     MAX_IGNORED,
     ApiRequest,
@@ -24,6 +22,8 @@ from cbatch.server.protocol.requests import (
     take_fields,
     unknown_members,
 )
+from cbatch.server.protocol.model import ServedModel
+from cbatch.server.protocol.requests import parse_chat
 
 AnyError = TypeVar("AnyError", bound=FieldError)
 AnyFields = TypeVar("AnyFields", bound=msgspec.Struct)

@@ -22,7 +22,7 @@ from cbatch.server.protocol.errors import (
     ServiceError,
     SlowReaderError,
 )
-from cbatch.server.protocol.requests import ApiRequest
+from cbatch.server.protocol.fields import ApiRequest
 from cbatch.server.serving.admission_queue import AdmissionQueue, Place
 from cbatch.text import TextTokenizer
 from cbatch.text.output_processor import LiveChoice

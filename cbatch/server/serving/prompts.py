@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from cbatch.core.request.errors import FieldError
 from cbatch.grammars import Grammars
-from cbatch.server.protocol.chats import detokenize, tokenize
 from cbatch.server.protocol.errors import ServiceDownError
+from cbatch.server.protocol.fields import AnyPrompt, PendingPrompt, text_ids
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import AnyPrompt, PendingPrompt, text_ids
+from cbatch.server.protocol.requests import detokenize, tokenize
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.system.shares import NoPlaceError, Places
 from cbatch.text.output_processor import token_ids

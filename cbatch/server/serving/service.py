@@ -21,13 +21,13 @@ from cbatch.kv_events.wire import encode_cleared
 from cbatch.process.client import EngineClient
 from cbatch.process.messages import Ready, Stepped
 from cbatch.server.protocol.errors import ServiceDownError, ServiceError
-from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import (
+from cbatch.server.protocol.fields import (
     AnyPrompt,
     ApiRequest,
     PendingPrompt,
     max_prompt_tokens,
 )
+from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.admission_queue import MAX_RETRY_AFTER_S, AdmissionQueue, Limits
 from cbatch.server.serving.open_request import Deadline, OpenRequest, ending_at
 from cbatch.server.serving.prompts import PromptReader, WorkerState
