@@ -109,6 +109,15 @@ def test_threads_are_tried_less_and_less_often_while_that_fails(
     assert gaps[0] < gaps[1] < gaps[2] < gaps[3] <= gaps[-1] < 500, "at most 10 s apart"
 
 
+def test_a_machine_that_stays_slower_is_usual_after_a_failed_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.set_num_threads(2)
+    chosen, clock = SamplingThreads(), Clock(monkeypatch)
+    clock.run(chosen, 0.02, 0.03, 10)
+    assert sum(clock.run(chosen, 0.06, 0.09, 60)) < 20, "in a minute"
+
+
 @pytest.mark.parametrize(
     "given, expected",
     [

@@ -73,6 +73,7 @@ class SamplingThreads:
         if self._trying:
             self._trying = False
             if row_s > self._other_row_s:
+                self._row_s = self._other_row_s
                 self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
                 self.single = not self.single
             else:
