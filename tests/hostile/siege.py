@@ -23,6 +23,7 @@ from tests.server.http_client import CHAT, COMPLETIONS, wait_until
 
 MIB = 2**20
 REST_S = 6.0  # time without a call, in which server and engine return unused memory
+STEADY = 2 * MIB  # less growth from look to look is none
 NOTABLE_S = 0.2  # shorter pauses are not kept
 GRACE_S = 1.5  # after the next engine is ready, until all streams continue
 LOOK_S, DRAIN_S = 2.0, 15.0
@@ -134,21 +135,27 @@ class Siege:
         self._over = threading.Event()
 
     def warm_up(self, rest_s: float) -> list[int]:
-        """Use all slots, all blocks and every kind of call, so that memory that is kept for good is
-        counted before the run. Return the memory."""
+        """Use all slots, all blocks and every kind of call, alone and together, until memory stays.
+        So what is kept for good is counted before the run. Return the memory."""
         rng = random.Random(0)
-        for _ in range(5):
-            prompts = [rng.choices(range(3, 400), k=1000) for _ in range(8)]
-            self.server.post({"prompt": prompts, "max_tokens": 1})
-        self.server.post({"prompt": "x", "n": 32, "max_tokens": 8, "logprobs": 20})
-        self.ask_alone()
-        time.sleep(rest_s)
-        return self.server.memory()
+        looks: list[list[int]] = []
+        while len(looks) < 2 or (len(looks) < 10 and sum(looks[-1]) - sum(looks[-2]) > STEADY):
+            for _ in range(5):
+                prompts = [rng.choices(range(3, 400), k=1000) for _ in range(8)]
+                self.server.post({"prompt": prompts, "max_tokens": 1})
+            self.server.post({"prompt": "x", "n": 32, "max_tokens": 8, "logprobs": 20})
+            self.ask_alone()
+            with ThreadPoolExecutor(len(ASKS)) as pool:
+                list(pool.map(self._ask_once, ASKS))
+            time.sleep(rest_s)
+            looks.append(self.server.memory())
+            print("MiB of server, engine, others:", *(each // MIB for each in looks[-1]))
+        return looks[-1]
 
     def ask_alone(self) -> None:
         """Make each call while no other runs."""
         for name in ASKS:
-            self._require_same("alone, ", name, answer_to(self.server, name))
+            self._ask_once(name)
 
     def attack(self, names: list[str], *, seconds: float, seed: int, kills: int) -> None:
         """Attack the server until the time is over or the server has ended."""
@@ -287,6 +294,9 @@ class Siege:
                 self.worker_kills.append(self.server.kill_fork_server(chats_at_once))
             except (AssertionError, BrokenError, OSError, LookupError, ValueError) as error:
                 self.wrong.append(f"while the engine or the workers were killed: {error!r}")
+
+    def _ask_once(self, name: str) -> None:
+        self._require_same("idle, ", name, answer_to(self.server, name))
 
     def _require_same(self, where: str, name: str, answer: Any) -> None:
         if (expected := self.expected[name]) != answer:
