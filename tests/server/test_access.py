@@ -18,9 +18,9 @@ from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing, digest, read_
 from cbatch.text import ChatTemplate
 from tests.checking.clock import VirtualClock
 from tests.cli.conftest import read_serve as read
+from tests.server.engines import SlowEngine
 from tests.server.http_client import JSON, Client, call, sample, serving, wait_until
 from tests.server.test_access_log import Lines
-from tests.server.test_app import SlowEngine
 from tests.toy_engine import make_engine
 
 # Two keys whose digests begin with the same 32 bits.

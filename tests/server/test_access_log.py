@@ -15,9 +15,9 @@ import pytest
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.logs import JsonLines, PlainLines
+from tests.server.engines import SlowEngine
 from tests.server.http_client import CHAT, Client, serving, wait_until
 from tests.server.raw_calls import post as post_bytes
-from tests.server.test_app import SlowEngine
 from tests.toy_engine import TOKENIZER, make_engine
 
 SECRET = "def secret(a, b):"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,18 +9,14 @@ import pytest
 from cbatch import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.grammars import Grammars
-from cbatch.server.protocol.anthropic_request import parse_messages
 from cbatch.server.protocol.fields import ApiRequest, PendingPrompt
-from cbatch.server.protocol.requests import parse_chat
-from cbatch.server.protocol.response_store import ResponseStore
-from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.text import TextTokenizer
 from cbatch.text.forced_tools import ToolCallPart
 from cbatch.text.reply_reader import ReplyReader
-from tests.server.http_client import toy_model
-from tests.server.scripted import EOS, tokenizer_with
+from tests.server.apis import CHAT, MESSAGES, RESPONSES, body_of
+from tests.server.parsing import read
+from tests.server.scripted import EOS, QWEN, tokenizer_with
 
-QWEN = tokenizer_with(["<think>", "</think>", "<tool_call>", "</tool_call>"], ["<|im_end|>"])
 PLAIN = tokenizer_with()  # marks are text
 MISTRAL = tokenizer_with(special=["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"])
 HARMONY = tokenizer_with(
@@ -35,11 +30,11 @@ SCHEMA = {
 }
 ANSWER, OTHER = '{"a": 1}', '{"b": 1}'
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+INNER = {"type": "json_schema", "schema": SCHEMA}
 FREE, STRICT = "free", "strict.one"  # names of functions
 FUNCTIONS = [{"name": FREE}, {"name": STRICT, "parameters": SCHEMA, "strict": True}]
 TOOLS = [{"type": "function", "function": each} for each in FUNCTIONS]
-USER = {"role": "user", "content": "q"}
-BODY = {"messages": [USER], "tools": TOOLS, "response_format": FORMAT}
+BODY = body_of(CHAT, tools=TOOLS, response_format=FORMAT)
 
 
 def hermes(*calls: tuple[str, str]) -> str:
@@ -128,8 +123,8 @@ def request_of(case: Any, **change: Any) -> tuple[ApiRequest, SamplingParams]:
     """Return the request, and its parameters after the prompt is known."""
     parser, _, tokenizer, _, (reasoning, prompt, _) = case
     options: Any = {"tokenizer": tokenizer, "tool_parser": parser, "reasoning_parser": reasoning}
-    model = toy_model(prompt, vocab_size=tokenizer.vocab_size, max_model_len=4096, **options)
-    request = parse_chat(json.dumps(BODY | change).encode(), model)
+    options |= {"vocab_size": tokenizer.vocab_size, "max_model_len": 4096}
+    request = read(CHAT, BODY | change, prompt, **options)
     (pending,) = request.prompts
     assert isinstance(pending, PendingPrompt) and pending.constrain is not None
     return request, pending.constrain(request.params, pending.make())
@@ -216,38 +211,24 @@ def test_an_own_surrounding_grammar_is_kept_and_tools_are_checked() -> None:
         request_of(case, tools=[TOOLS[0], TOOLS[0]])
 
 
-def responses(raw: bytes, model: Any) -> ApiRequest:
-    return parse_responses(raw, model, ResponseStore(2**20, 3600).of(None))
-
-
-INNER = {"type": "json_schema", "schema": SCHEMA}
-INPUTS = [{"name": each["name"], "input_schema": {"type": "object"}} for each in FUNCTIONS]
-APIS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (parse_chat, BODY),
-    "responses": (
-        responses,
-        {
-            "input": "q",
-            "tools": [{"type": "function", **each} for each in FUNCTIONS],
-            "text": {"format": INNER | {"name": "x"}},
-        },
-    ),
-    "messages": (
-        parse_messages,
-        {"messages": [USER], "max_tokens": 9, "tools": INPUTS, "output_config": {"format": INNER}},
-    ),
-    "messages, older name": (
-        parse_messages,
-        {"messages": [USER], "max_tokens": 9, "tools": INPUTS, "output_format": INNER},
-    ),
+FORMAT_OF: dict[str, dict[str, Any]] = {
+    CHAT: {"tools": TOOLS, "response_format": FORMAT},
+    RESPONSES: {
+        "tools": [{"type": "function", **each} for each in FUNCTIONS],
+        "text": {"format": INNER | {"name": "x"}},
+    },
+    MESSAGES: {
+        "tools": [{"name": each["name"], "input_schema": {"type": "object"}} for each in FUNCTIONS],
+        "output_config": {"format": INNER},
+    },
 }
 
 
-@pytest.mark.parametrize(("parse", "body"), APIS.values(), ids=APIS)
-def test_in_every_api(parse: Any, body: dict[str, Any]) -> None:
-    model = toy_model("", tokenizer=QWEN, tool_parser="hermes", reasoning_parser="qwen3")
-    request = parse(json.dumps(body).encode(), model)
+@pytest.mark.parametrize("path", FORMAT_OF)
+def test_in_every_api(path: str) -> None:
+    request = read(path, body_of(path) | FORMAT_OF[path], "", tokenizer=QWEN)
     (pending,) = request.prompts
+    assert isinstance(pending, PendingPrompt) and pending.constrain is not None
     params = pending.constrain(request.params, pending.make())
     for before in ("", "<think>a</think>\n\n"):
         assert takes(QWEN, params, before + hermes((FREE, "{}")))

@@ -18,8 +18,8 @@ from cbatch.server.serving.service import EngineService
 from cbatch.text.outputs import Speculation
 from tests.process.factories import SimFactory
 from tests.process.threads import EngineThread
+from tests.server.engines import PROMPT
 from tests.server.http_client import Client, sample, serving_service
-from tests.server.test_app import PROMPT
 from tests.toy_engine import TOKENIZER
 
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 300, "seed": 1, "ignore_eos": True}

@@ -13,11 +13,8 @@ from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
 from cbatch.text.chat_format import surrounding_grammar
 from cbatch.text.tool_parsers import THOUGHTS
-from tests.server.scripted import EOS, tokenizer_with
+from tests.server.scripted import EOS, QWEN, tokenizer_with
 
-QWEN = tokenizer_with(
-    ["<think>", "</think>", "<tool_call>", "</tool_call>"], ["<|im_start|>", "<|im_end|>"]
-)
 PLAIN = tokenizer_with()  # marks are text
 HARMONY = tokenizer_with(
     special=["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
