@@ -11,7 +11,7 @@ import pytest
 from cbatch import LLM
 from cbatch.core.request.request import FinishReason
 from cbatch.server.http.keys import KeyRing
-from cbatch.server.protocol.errors import OverloadedError, ServiceError
+from cbatch.server.protocol.errors import ServiceError
 from cbatch.text import ChatTemplate
 from tests.server.apis import (
     APIS,
@@ -234,21 +234,6 @@ def test_an_engine_begins_the_answer_where_the_thought_ends(tmp_path: Any) -> No
 
 
 # ---- errors --------------------------------------------------------------------------------------
-
-
-@AGENTS
-def test_an_error_before_the_first_token(scripted: Scripted, path: str) -> None:
-    """It is a status, or if the stream has begun, its last event."""
-    scripted.service.error, scripted.service.at_once = OverloadedError("full", 7), True
-    kind = "overloaded_error" if path == MESSAGES else "overloaded"
-    status, body, headers = scripted.client.post(body_of(path), path)
-    assert (status, *error_of(path, body)) == (503, kind, "full")
-    assert headers["retry-after"] == "7"
-    last = events_of(scripted.client, path, body_of(path))[-1]
-    if path == MESSAGES:
-        assert error_of(path, last) == (kind, "full")
-    else:
-        assert last["response"]["error"] == {"code": "server_error", "message": "full"}
 
 
 @AGENTS

@@ -92,7 +92,7 @@ WRONG: dict[str, list[Case]] = {
         ({"prompt": [[1], [[2]]]}, "prompt", "mixes"),
         ({"prompt": [[]]}, "prompt", ""),
         ({"prompt": ["a"] * 129}, "prompt", "129 prompts"),
-        ({"prompt": [1] * 1_000_000}, "prompt", "resulted in 1000000 tokens"),
+        ({"prompt": [1] * 1000}, "prompt", "resulted in 1000 tokens"),
         ({"max_tokens": 0}, "max_tokens", ""),
         ({"max_tokens": False, "echo": True}, "max_tokens", ""),
     ],

@@ -201,7 +201,7 @@ def test_a_heartbeat_is_due_only_in_silence() -> None:
             for _ in range(8):  # for longer than the interval
                 await asyncio.sleep(0.05)
                 opened.put(Output("r", 0, "a", (5,)))
-            await asyncio.sleep(1)
+            await asyncio.sleep(1.5)
             opened.put(Output("r", 0, "", (7,), finished=end))
 
         speaking = asyncio.create_task(speak())

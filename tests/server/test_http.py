@@ -140,7 +140,7 @@ def test_only_bodies_that_are_declared_as_json_are_read(
 def encoded(client: Client, content: bytes, coding: str, path: str = COMPLETIONS) -> Any:
     """Return the status, and the field at fault or nothing."""
     status, body, _ = call(client, "POST", path, content, JSON | {"Content-Encoding": coding})
-    return status, json.loads(body).get("error", {}).get("param", "")
+    return status, (json.loads(body).get("error") or {}).get("param", "")
 
 
 @pytest.mark.parametrize("path", BODIES)

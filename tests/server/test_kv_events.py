@@ -141,7 +141,8 @@ RECORDED_BODY: dict[str, Any] = {
 
 
 def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
-    return [RECORDED_BODY | {"max_tokens": tokens - i, "seed": i} for i in range(count)]
+    salted = {"cache_salt": "alice"}
+    return [RECORDED_BODY | salted | {"max_tokens": tokens - i, "seed": i} for i in range(count)]
 
 
 async def crowd(port: int, given: list[dict[str, Any]]) -> list[Answer]:
@@ -190,7 +191,9 @@ def test_the_log_continues_in_the_next_engine(tmp_path: Path) -> None:
     log = read_step_log(path)
     assert log.warning is None, "it was not closed"
     assert sum(isinstance(event, Configured) for event in log.events) == 2
-    assert any(isinstance(event, Added) and event.output for event in log.events)
+    added = [event for event in log.events if isinstance(event, Added)]
+    assert any(event.output for event in added)
+    assert {event.request.cache_salt for event in added} == {"alice"}, "a salt is lost"
     emitted = 0
 
     def count(commit: Commit) -> None:

@@ -125,6 +125,13 @@ def test_a_stopping_server_sends_retry_after() -> None:
         draining.result(timeout=30)
 
 
+def test_the_grace_time_of_a_stopping_server_ends() -> None:
+    with one_slot(Limits()) as (client, service, _), client.running(LONG) as first:
+        draining = client.run(service.drain(0.2))
+        assert "grace time of 0.2 s" in first.read().decode()
+        draining.result(timeout=30)
+
+
 # ---- refused by the executor ---------------------------------------------------------------------
 
 REFUSAL = "top_k: 7 is refused by this device; use 8"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +11,9 @@ import pytest
 
 from cbatch.server.http.keys import KeyRing
 from tests.browser import MISSING, browsing, until
-from tests.process.factories import SimFactory
 from tests.server.engines import PROMPT, ROOMY, SlowEngine
 from tests.server.http_client import Client, serving, wait_until
-from tests.server.processes import serving_process
-from tests.toy_engine import TOKENIZER, make_engine
+from tests.toy_engine import make_engine
 
 pytestmark = [
     pytest.mark.slow,
@@ -185,17 +181,3 @@ def test_the_page_asks_for_a_key_and_its_policy_blocks_what_is_not_its_own(tab: 
                 wait_until(lambda: page.evaluate("1") == 1 and bool(tab[1]))
         tab[0].goto(f"http://127.0.0.1:{client.port}/")
         tab[0].evaluate("sessionStorage.clear()")
-
-
-def test_the_page_continues_after_the_engine_is_killed(tab: Tab) -> None:
-    factory = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.005)
-    with (
-        serving_process(factory) as served,
-        opened(tab, served.client) as page,
-        served.client.open(LONG | {"max_tokens": 480}),
-    ):
-        rows(page, 1)
-        assert served.engine.pid is not None
-        os.kill(served.engine.pid, signal.SIGKILL)
-        until(page, "document.getElementById('state').textContent === 'running, 1 restart'")
-        rows(page, 1)

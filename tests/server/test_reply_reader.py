@@ -249,7 +249,7 @@ FRAGMENTS = [
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120)
 def test_any_fragments_are_read_the_same_however_they_are_cut(
     texts: list[str], places: list[int], calls: Any, thoughts: Any, separate: bool, begun: bool
 ) -> None:
@@ -270,10 +270,10 @@ def test_any_fragments_are_read_the_same_however_they_are_cut(
 
 # Texts that may complete a partial object to a call.
 JSON_ENDS = ("", '"', 'e"', '": 1', ": 1", "1", "1]", "]", '"]', '": {}', ': "f"')
-SHORT = [script for script in SCRIPTS if len(script.text) < 60 and script.thoughts != "harmony"]
+SHORT = [script for script in SCRIPTS if len(script.text) < 40 and script.thoughts != "harmony"]
 
 
-@pytest.mark.parametrize("script", SHORT, ids=lambda script: f"{script.calls} {script.text[:40]!r}")
+@pytest.mark.parametrize("script", SHORT[::2], ids=lambda script: script.text[:40])
 def test_only_text_that_later_text_can_change_is_held_back(script: Script) -> None:
     calls = CALLS[script.calls] if script.calls else None
     marks = ReplyFormat(calls, THOUGHTS[script.thoughts]).marks
@@ -319,6 +319,7 @@ def test_only_text_that_later_text_can_change_is_held_back(script: Script) -> No
     st.text(max_size=4),
     st.booleans(),
 )
+@settings(max_examples=25)
 def test_the_end_of_an_object_is_where_a_parser_finds_it(
     value: dict[str, Any], after: str, ascii_only: bool
 ) -> None:

@@ -14,11 +14,10 @@ import pytest
 
 from cbatch import LLM, SamplingParams
 from cbatch.core.request.request import FinishReason
-from cbatch.server.http.keys import KeyRing
 from cbatch.server.protocol.errors import OverloadedError, ServiceError
 from tests.server.apis import CHAT, CHATS, MESSAGES, RESPONSES, TOOLS, USER, Reply, reply_of
 from tests.server.http_client import MODEL, Client, wait_until
-from tests.server.scripted import CALL, Scripted, scripted_server
+from tests.server.scripted import CALL, Scripted
 
 anthropic: Any = pytest.importorskip("anthropic", reason="needs the package: pip install anthropic")
 FORMAT: Any = {"name": "x", "schema": {"const": {"a": 7}}, "strict": True}
@@ -247,8 +246,8 @@ def test_a_cut_reply_and_stops(scene: Scene, stream: bool) -> None:
 @EACH_API
 def test_errors(scene: Scene, stream: bool) -> None:
     package: Any = anthropic if scene.path == MESSAGES else openai
-    with pytest.raises(package.BadRequestError, match="temperature: "):
-        scene.ask(stream=stream, temperature=-1)
+    with pytest.raises(package.BadRequestError, match="tokens: 0 is not allowed"):
+        scene.ask(stream=stream, max_tokens=0)
     with pytest.raises(package.NotFoundError, match="is not served"):
         scene.ask(stream=stream, model="other")
     scene.service.error, scene.service.at_once = OverloadedError("full", 7), True
@@ -267,18 +266,6 @@ def test_errors(scene: Scene, stream: bool) -> None:
 
 
 @EACH_API
-def test_keys(path: str) -> None:
-    package: Any = anthropic if path == MESSAGES else openai
-    with scripted_server(keys=KeyRing(["secret"])) as served:
-        served.service.text = "Yes."
-        stranger = sdk_of(served.client, path)
-        with stranger, pytest.raises(package.AuthenticationError):
-            answer_of(stranger, path)
-        with sdk_of(served.client, path, api_key="secret") as friend:
-            assert read(path, answer_of(friend, path)).text == "Yes."
-
-
-@EACH_API
 def test_thoughts_without_a_store_and_hidden_ones(scene: Scene) -> None:
     scene.say("<think>Hm, well.</think>Yes.")
     if scene.path == MESSAGES:
@@ -294,11 +281,6 @@ def test_thoughts_without_a_store_and_hidden_ones(scene: Scene) -> None:
     assert "Yes.Hm, well." in scene.service.prompt
     with pytest.raises(openai.NotFoundError):
         scene.sdk.responses.retrieve(first.id)
-    kept = scene.answer()
-    assert scene.sdk.responses.retrieve(kept.id).output_text == "Yes."
-    scene.sdk.responses.delete(kept.id)
-    with pytest.raises(openai.NotFoundError, match="previous_response_id.*expired"):
-        scene.ask(previous_response_id=kept.id)
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
