@@ -19,6 +19,7 @@ from urllib.request import urlopen
 
 from cbatch.cli.ray_serve import ENVIRONMENT, NAME, build
 from tests.server.processes import ROOT
+from tests.server.raw_calls import decoded, post
 
 PORT = 8123
 NUM_STREAMS = 200
@@ -39,45 +40,24 @@ class Stream(NamedTuple):
 
 
 async def stream(port: int, number: int, num_tokens: int) -> Stream:
-    body = {
-        "prompt": f"def f{number}(a, b):",
-        "max_tokens": num_tokens,
-        "stream": True,
-        "ignore_eos": True,
-        "seed": number,
-        "return_token_ids": True,
-    }
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    body = {"prompt": f"def f{number}(a, b):", "max_tokens": num_tokens, "stream": True}
+    body |= {"ignore_eos": True, "seed": number, "return_token_ids": True}
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     raw = b""
     with suppress(ConnectionError):
-        writer.write(head.encode() + content)
+        writer.write(post(body, b"connection: close"))
         while got := await reader.read(2**16):
             raw += got
     writer.close()
-    top, _, rest = raw.partition(b"\r\n\r\n")
-    events = b"".join(_chunks(rest)).split(b"\n\n")
-    lines = [line.removeprefix(b"data: ") for line in events[:-1]]
+    status, _, content = decoded(raw) if b"\r\n\r\n" in raw else (0, {}, b"")
+    lines = [line.removeprefix(b"data: ") for line in content.split(b"\n\n")[:-1]]
     messages = [json.loads(line) for line in lines if line != b"[DONE]"]
     return Stream(
-        int(top.split()[1]) if top else 0,
+        status,
         [i for each in messages for choice in each.get("choices", ()) for i in choice["token_ids"]],
         [each["error"]["message"] for each in messages if "error" in each],
         whole=lines[-1:] == [b"[DONE]"],
     )
-
-
-def _chunks(raw: bytes) -> Iterator[bytes]:
-    """Yield the complete chunks."""
-    while b"\r\n" in raw:
-        size, _, raw = raw.partition(b"\r\n")
-        length = int(size, 16)
-        if len(raw) < length:
-            return
-        yield raw[:length]
-        raw = raw[length + 2 :]
 
 
 async def streams(ports: Sequence[int], num: int, num_tokens: int) -> list[Stream]:

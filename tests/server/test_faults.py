@@ -188,18 +188,15 @@ GRAMMARS: dict[int, dict[str, Any]] = {
 
 
 def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
-    """Streams of a real (tiny) pair, whose engine is killed. Every fourth call has a grammar, and
-    half of these calls have free text before it."""
+    """Streams of a real (tiny) pair, whose engine is killed. One has a grammar, another one free
+    text before it."""
     target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
-    settings: dict[str, Any] = {
-        "numerics": "invariant",
-        "random_weights_seed": 0,
-        "lookahead": "fixed:3",
-    }
+    settings: dict[str, Any] = {"numerics": "invariant", "random_weights_seed": 0}
+    settings["lookahead"] = "fixed:3"
     bodies = [
         body(i, 200 - i, temperature=i % 2, prompt=f"def f{i}(a", ignore_eos=True)
         | GRAMMARS.get(i % 8, {})
-        for i in range(32)
+        for i in range(10)
     ]
     fields = ("max_tokens", "seed", "temperature", "ignore_eos", "structured_outputs")
     params = [
@@ -210,11 +207,11 @@ def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
 
     async def scene(served: Served) -> list[Answer]:
         streams = asyncio.create_task(crowd(served.client.port, bodies))
-        goal = served.engine.num_tokens + 1000
+        goal = served.engine.num_tokens + 300
         while served.engine.num_tokens < goal:
             assert not streams.done(), "the streams were too short for the test"
             await asyncio.sleep(0.001)
-        assert served.service.num_requests > 16
+        assert served.service.num_requests > 6
         await kill_and_restart(served.engine)
         return await streams
 

@@ -148,25 +148,25 @@ class Form(msgspec.Struct):
     final: str = ""
     reasoning: str = "none"
     prompt: str = ""
-    beginnings: list[str] = [""]
+    beginnings: tuple[str, ...] = ("",)
 
     def write(self, *calls: tuple[str, str]) -> str:
         return self.joined.format(self.separator.join(self.call.format(*call) for call in calls))
 
 
 OF_HARMONY: dict[str, Any] = {"final": FINAL, "reasoning": "harmony"}
-OF_HARMONY |= {"prompt": "<|start|>assistant", "beginnings": ["", THOUGHT]}
+OF_HARMONY |= {"prompt": "<|start|>assistant", "beginnings": ("", THOUGHT)}
 FORMS = {
     "hermes": Form("hermes", QWEN, HERMES, "\n"),
     "hermes, marks are text": Form("hermes", PLAIN, HERMES, "\n"),
     "hermes with thoughts": Form(
-        *("hermes", QWEN, HERMES, "\n"), reasoning="qwen3", beginnings=["", "<think>a</think>\n"]
+        *("hermes", QWEN, HERMES, "\n"), reasoning="qwen3", beginnings=("", "<think>a</think>\n")
     ),
     "hermes in a thought": Form(
         *("hermes", QWEN, HERMES, "\n"),
         reasoning="deepseek_r1",
         prompt="<think>",
-        beginnings=["a</think>", "</think>\n\n"],
+        beginnings=("a</think>", "</think>\n\n"),
     ),
     "hermes, closed thought": Form(
         *("hermes", QWEN, HERMES, "\n"), reasoning="qwen3", prompt="<think></think>"
@@ -176,7 +176,7 @@ FORMS = {
     "mistral, newer": Form(
         *("mistral", MISTRAL, "[TOOL_CALLS]{}[ARGS]{}"),
         reasoning="mistral",
-        beginnings=["", "[THINK]a[/THINK]"],
+        beginnings=("", "[THINK]a[/THINK]"),
     ),
     "harmony": Form("harmony", HARMONY, TO, **OF_HARMONY),
     "harmony, other order": Form("harmony", HARMONY, OTHER_ORDER, **OF_HARMONY),

@@ -219,20 +219,6 @@ def test_special_tokens_that_are_shown(served: Served) -> None:
     check(choice)
 
 
-@pytest.mark.parametrize(
-    "prompt", ["true true", " 😀é b", "<s>b</s>", "a<|im_end|>q", "日<|im_end|>"]
-)
-def test_an_echoed_prompt(served: Served, prompt: str) -> None:
-    """The prompt is echoed as given; a prompt of token ids is echoed as decoded."""
-    fields = CHAIN_BODY | {"echo": True, "max_tokens": 1}
-    choice = choice_of(served.client, fields | {"prompt": prompt})
-    assert choice["text"].startswith(prompt)
-    check(choice)
-    ids = served.tokenizer.encode(prompt)
-    for end in range(1, len(ids) + 1):  # also within a character
-        check(choice_of(served.client, fields | {"prompt": ids[:end]}))
-
-
 def test_chat_has_the_same_texts_and_their_bytes(served: Served) -> None:
     body = body_of(CHAT, "q", 30, logprobs=True, top_logprobs=5, temperature=0)
     choice = choice_of(served.client, body, CHAT)

@@ -268,40 +268,14 @@ def test_any_fragments_are_read_the_same_however_they_are_cut(
         assert "".join(want) == text, "without calls nothing is lost"
 
 
-# Texts that may complete a partial object to a call.
-JSON_ENDS = ("", '"', 'e"', '": 1', ": 1", "1", "1]", "]", '"]', '": {}', ': "f"')
-SHORT = [script for script in SCRIPTS if len(script.text) < 40 and script.thoughts != "harmony"]
-
-
-@pytest.mark.parametrize("script", SHORT[::2], ids=lambda script: script.text[:40])
-def test_only_text_that_later_text_can_change_is_held_back(script: Script) -> None:
-    calls = CALLS[script.calls] if script.calls else None
-    marks = ReplyFormat(calls, THOUGHTS[script.thoughts]).marks
-    ends = {mark[n:] for mark in (*marks, "null") for n in range(len(mark))} | {
-        "",
-        " ",
-        '"}',
-        "}",
-        "{",
-    }
-    nexts = {end + more for end in ends for more in ("", "x", " x", OBJECT, "1")}
-    nexts |= {f"{end}{more}{OBJECT[1:]}" for end in JSON_ENDS for more in ("", ", ")}
-    nexts |= {OBJECT[n:] for n in range(len(OBJECT))}
-    for at in range(len(script.text) + 1):
-        reader = reader_of(script)
-        text = flat([part for part in reader.push(script.text[:at])])
-        outcomes = [
-            read(reader_of(script), [script.text[:at] + end]) for end in {*nexts, script.text[at:]}
-        ]
-        decided = outcomes[0]
-        for other in outcomes[1:]:
-            same = 0
-            for a, b in zip(decided, other, strict=False):
-                if a != b or type(a) is not type(b):
-                    break
-                same += 1
-            decided = decided[:same]
-        assert text == decided, script.text[:at]
+@pytest.mark.parametrize("formats", REPLIES, ids=str)
+def test_text_that_begins_no_mark_comes_at_once(formats: tuple[str | None, str]) -> None:
+    begin = FINAL if formats[1] == "harmony" else ""
+    for text, held in (("Yes, it is", ""), ("Is a < b", ""), ("a\n\nb", ""), ("So ", " ")):
+        reader = reader_of(Script(*formats, text))
+        reader.push(begin)
+        shown = "".join(str(part) for part in reader.push(text))
+        assert shown in (text, text.removesuffix(held)), text
 
 
 @given(

@@ -127,19 +127,6 @@ def test_no_tokens_with_echo_is_the_prompt_alone(client: Client, prompt: Any, st
     assert usage["completion_tokens"] == 0
 
 
-def test_usage_with_every_chunk(client: Client) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    events = client.stream(BODY | {"n": 2, "stream_options": options, "return_token_ids": True})
-    last = events.pop()
-    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 40
-    num_tokens = 0
-    for event in events:
-        num_tokens += len(event["choices"][0]["token_ids"])
-        assert event["usage"]["completion_tokens"] == num_tokens
-    plain = client.stream(BODY)
-    assert all("usage" not in event for event in plain) and plain[-1]["choices"]
-
-
 def test_speculation_statistics_in_the_format_of_load_tools(client: Client) -> None:
     body = BODY | {"return_metrics": True, "max_tokens": 60}
     metrics = client.stream(body)[-1]["metrics"]

@@ -1,4 +1,4 @@
-"""The same text streamed, in one response and from Python, also with special tokens."""
+"""The same text streamed, in one response and from Python, with incomplete characters."""
 
 from __future__ import annotations
 
@@ -8,60 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cbatch import LLM, SamplingParams
-from tests.chained_model import byte_tokens, write_chained
-from tests.server.apis import CHAT, COMPLETIONS, ask
-from tests.server.engines import FIRST_CONTENT
+from tests.server.apis import COMPLETIONS, ask
 from tests.server.http_client import serving
 from tests.test_llm import write_model
 from tests.text.toy_tokenizers import byte_level
-
-TEXT = "qhi<|im_end|>\n<|im_start|>x.y"  # the tokens after the prompt "q", each once
-INCLUDED = {"include_stop_str_in_output": True}
-SHOWN = {"skip_special_tokens": False}
-# Fields, text, finish reason, number of tokens.
-CASES: list[tuple[dict[str, Any], str, str, int]] = [
-    ({}, "hi\nx.y", "length", 8),
-    (SHOWN, TEXT[1:], "length", 8),
-    ({"stop": "<|im_end|>"}, "hi", "stop", 3),
-    ({"stop": ["nothing", "i<|im_end|>\n"]}, "h", "stop", 4),
-    ({"stop": ["<|im_start|>x", "."]}, "hi\n", "stop", 6),
-    ({"stop": "<|im_end|>"} | SHOWN, "hi", "stop", 3),
-    ({"stop": "<|im_end|>"} | INCLUDED, "hi<|im_end|>", "stop", 3),
-    ({"stop": "x."} | INCLUDED, "hi\nx.", "stop", 7),
-    ({"stop": "i\nx"}, "h", "stop", 6),  # as shown in the text
-    ({"stop": "i\nx"} | SHOWN, TEXT[1:], "length", 8),
-    ({"stop_token_ids": [ord(".")]}, "hi\nx", "stop", 7),
-    ({"stop_token_ids": [ord(".")]} | INCLUDED, "hi\nx.", "stop", 7),
-    ({"stop_token_ids": [258]} | SHOWN, "hi", "stop", 3),
-    ({"stop_token_ids": [258]} | SHOWN | INCLUDED, "hi<|im_end|>", "stop", 3),
-    ({"skip_special_tokens": True, "spaces_between_special_tokens": False}, "hi\nx.y", "length", 8),
-]
-
-
-def test_special_tokens_and_stops(tmp_path: Path) -> None:
-    raw = byte_tokens()
-    write_chained(tmp_path / "model", raw, raw.encode(TEXT).ids, eos=256)
-    llm, other = (LLM(tmp_path / "model", num_blocks=64, max_num_seqs=4) for _ in range(2))
-    with serving(other.engine, chat_template=FIRST_CONTENT) as client:
-        for number, (fields, text, reason, count) in enumerate(CASES):
-            # Ids of bytes are in the order of their names, which is not that of the bytes.
-            ids = fields.get("stop_token_ids", [])
-            ids = [i if i > 255 else raw.encode(chr(i)).ids[0] for i in ids]
-            given = fields | {"stop_token_ids": ids, "max_tokens": 8, "temperature": 0}
-            path = (COMPLETIONS, CHAT)[number % 2]
-            prompt = {"messages": [{"role": "user", "content": "q"}]}
-            body = given | (prompt if path == CHAT else {"prompt": "q"})
-            for stream in (False, True):
-                reply = ask(client, path, body, stream=stream)
-                assert (reply.text, reply.reason) == (text, reason), fields
-                assert reply.body["usage"]["completion_tokens"] == count
-            if isinstance(given.get("stop"), str):
-                given["stop"] = (given["stop"],)
-            (done,) = llm.generate("q", SamplingParams(n=2, **given))
-            for choice in done.choices:
-                assert (choice.text, choice.finish_reason.value) == (text, reason)
-                assert len(choice.token_ids) == count
-
 
 SCRIPTS = [
     "def f(x):\n    return",

@@ -23,7 +23,7 @@ from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.request_record import RequestTotals, SequenceTimes
 from cbatch.server.serving.tracing import SpanData, TracedRecord
 from cbatch.text.outputs import Choice, Output, Speculation
-from tests.server.apis import APIS, CHAT, COMPLETIONS, body_of
+from tests.server.apis import APIS, COMPLETIONS, body_of
 from tests.server.engines import FIRST_CONTENT, PROMPT, SlowEngine
 from tests.server.http_client import Client, open_request, serving, wait_until
 from tests.server.traced_calls import BODY, EXTRA, PARENT_ID, TRACE_ID, parent
@@ -127,21 +127,6 @@ def test_the_spans_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_several_choices_have_one_span_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = Call(monkeypatch, CHAT)
-    prompts, sequences = [call.open(n=2) for _ in range(2)], [SequenceTimes() for _ in range(3)]
-    prompts[1].admitted_s, prompts[0].admitted_s = 101.0, 102.0
-    for at_s, sequence in ((103.0, 1), (104.0, 0), (105.0, 2), (106.0, 1)):
-        call.output(sequences[sequence], at_s, steps=int(at_s))
-    spans = call.spans(110.0)
-    ends_s = {name: span.end_s for name, span in spans.items()}
-    assert ends_s == {"llm_request": 110.0, "queue": 101.0, "prefill": 103.0, "decode": 106.0}
-    attributes = spans["llm_request"].attributes
-    assert attributes["gen_ai.operation.name"] == "chat" and attributes["gen_ai.request.n"] == 2
-    assert attributes["gen_ai.usage.input_tokens"] == 6
-    assert attributes["gen_ai.usage.output_tokens"] == 8
-
-
 @pytest.mark.parametrize(
     ("reached", "names"),
     [
@@ -178,15 +163,6 @@ def test_the_type_of_an_error_has_no_text_of_the_client(monkeypatch: pytest.Monk
     call = Call(monkeypatch)
     call.record.fail(FieldError("seed", "'secret' is not a number", "give one"))
     assert call.spans(105.0)["llm_request"].attributes["error.type"] == "FieldError"
-
-
-def test_a_clock_that_differs_makes_no_span_end_before_it_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    call = Call(monkeypatch)
-    call.open().admitted_s = 99.9  # an engine's step may have taken longer by its own clock
-    call.output(SequenceTimes(), 102.0, steps=3)
-    assert call.spans(105.0)["queue"].end_s == 100.0
 
 
 def test_an_engine_that_restarts_has_no_times_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
