@@ -29,14 +29,7 @@ from tests.server.parsing import COUNT, TEMPLATE, ids_of, model, prompt_of, read
 
 # ---- the same in all APIs ------------------------------------------------------------------------
 
-CALLS: Any = [
-    {"id": f"id{n}", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    for n in (1, 2)
-]
-OUTPUT: Any = {"type": "function_call_output", "call_id": "id1", "output": "1"}
-RESULT: Any = {"type": "tool_result", "tool_use_id": "id1", "content": "1"}
 TEXT: Any = {"type": "text", "text": "Rome?"}
-SAID: Any = {"role": "assistant", "content": "I look."}
 BRIEF: Any = {"role": "system", "content": "Be\nbrief."}
 SAMPLING = {"temperature": 0.3, "top_p": 0.8, "seed": 4, "top_k": 5}
 INNER = {"type": "json_schema", "schema": SCHEMA}
@@ -60,72 +53,6 @@ SAME: dict[str, list[dict[str, Any]]] = {
         {"messages": [BRIEF, USER]},
         {"instructions": "Be\nbrief."},
         {"system": [named("text", text=t, cache_control=None) for t in ("Be", "brief.")]},
-    ],
-    "turns": [
-        {"messages": [BRIEF, USER, SAID, USER]},
-        {
-            "input": [
-                named(
-                    "message",
-                    role="system",
-                    content=[named("input_text", text=t) for t in ("Be", "brief.")],
-                ),
-                USER,
-                named(
-                    "message",
-                    role="assistant",
-                    id="msg_1",
-                    content=[named("output_text", text="I look.", annotations=[])],
-                ),
-                USER,
-            ]
-        },
-        {"system": "Be\nbrief.", "messages": [USER, SAID, USER]},
-    ],
-    "calls and results": [
-        {
-            "messages": [
-                *(USER, SAID | {"reasoning": "Hm.", "tool_calls": CALLS}),
-                *({"role": "tool", "tool_call_id": f"id{n}", "content": f"{n}"} for n in (1, 2)),
-                USER,
-            ],
-            "tools": TOOLS[CHAT],
-        },
-        {
-            "input": [
-                USER,
-                named(
-                    "reasoning", id="r", summary=[], content=[named("reasoning_text", text="Hm.")]
-                ),
-                SAID,
-                *(named("function_call", call_id=c["id"], **c["function"]) for c in CALLS),
-                *(OUTPUT, OUTPUT | {"call_id": "id2", "output": [named("input_text", text="2")]}),
-                USER,
-            ],
-            "tools": TOOLS[RESPONSES],
-        },
-        {
-            "messages": [
-                USER,
-                {
-                    "role": "assistant",
-                    "content": [
-                        named("thinking", thinking="Hm.", signature="x"),
-                        named("text", text="I look."),
-                        *(named("tool_use", id=c["id"], name="f", input={"a": 1}) for c in CALLS),
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        RESULT,
-                        RESULT | {"tool_use_id": "id2", "content": [named("text", text="2")]},
-                        TEXT,
-                    ],
-                },
-            ],
-            "tools": TOOLS[MESSAGES],
-        },
     ],
     "any tool": tools("required", "required", named("any")),
     "a named tool, once": tools(

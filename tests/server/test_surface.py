@@ -58,29 +58,6 @@ def test_prompts_as_ids_and_in_lists(client: Client) -> None:
     assert texts == [c["text"] for c in answer["choices"]]
 
 
-def test_chunks_of_a_chat_join_to_the_reply_and_the_first_has_the_role(client: Client) -> None:
-    body = body_of(CHAT, "add(", max_tokens=20, seed=5, n=2)
-    *events, last = client.stream(body | {"stream_options": {"include_usage": True}}, CHAT)
-    counts = client.post(body, CHAT)[1]["usage"]
-    assert last["choices"] == [] and counts["completion_tokens"] == 40
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert last["usage"][name] == counts[name]
-    texts, roles, reasons = ["", ""], [[], []], ["", ""]
-    for event in events:
-        assert event["object"] == "chat.completion.chunk" and event["usage"] is None
-        (choice,) = event["choices"]
-        index, delta = choice["index"], choice["delta"]
-        if "role" in delta:
-            assert delta["content"], "the role came before the first token"
-            assert not texts[index]
-            roles[index].append(delta["role"])
-        texts[index] += delta["content"]
-        reasons[index] += choice["finish_reason"] or ""
-    assert texts == expected("[user]add(", max_tokens=20, seed=5, n=2)
-    assert roles == [["assistant"]] * 2 and reasons == ["length"] * 2
-    assert len(events) > 6, "it did not stream"
-
-
 def test_a_drawn_seed_is_reported_and_gives_the_same_text_again(client: Client) -> None:
     for drawn in ({}, {"seed": -1}):
         first = client.post({"prompt": PROMPT, "max_tokens": 12} | drawn)[1]["choices"][0]

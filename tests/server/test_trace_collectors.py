@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -101,40 +102,30 @@ def grpc_collector() -> Iterator[tuple[Collector, str]]:
         server.stop(None).wait()
 
 
-def call_traced(exporter: Any) -> None:
-    """Serve one call. The server sends the spans before it ends."""
-    with (
-        serving(make_engine(), span_exporter=exporter) as client,
-        client.open(BODY, headers=parent()) as response,
-    ):
-        assert response.status == 200
-
-
-def require_whole(collector: Collector) -> None:
-    assert list(collector.spans) == ["llm_request", "queue", "prefill", "decode"]
-    request = collector.spans["llm_request"]
-    assert request.trace_id.hex() == TRACE_ID and request.parent_span_id.hex() == PARENT_ID
-    for name in ("queue", "prefill", "decode"):
-        assert collector.spans[name].parent_span_id == request.span_id
-    assert collector.service_names == {"shop"}
-
-
-@pytest.mark.parametrize("path", ["", "/otlp"])
-def test_a_collector_over_http(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+@pytest.mark.parametrize(
+    ("collector_of", "path"),
+    [(http_collector, ""), (http_collector, "/otlp"), (grpc_collector, "")],
+)
+def test_a_collector_gets_the_spans_before_the_server_ends(
+    collector_of: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if collector_of is http_collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "shop")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # the server ends before that
-    with http_collector() as (collector, url):
-        call_traced(span_exporter(url + path))
-        require_whole(collector)
-        assert set(collector.paths) == {path.rstrip("/") or "/v1/traces"}
-
-
-def test_a_collector_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "shop")
-    with grpc_collector() as (collector, url):
-        call_traced(span_exporter(url))
-        require_whole(collector)
+    with collector_of() as (collector, url):
+        exporter = span_exporter(url + path)
+        with (
+            serving(make_engine(), span_exporter=exporter) as client,
+            client.open(BODY, headers=parent()) as response,
+        ):
+            assert response.status == 200
+        assert list(collector.spans) == ["llm_request", "queue", "prefill", "decode"]
+        request, *parts = collector.spans.values()
+        assert request.trace_id.hex() == TRACE_ID and request.parent_span_id.hex() == PARENT_ID
+        assert {part.parent_span_id for part in parts} == {request.span_id}
+        assert collector.service_names == {"shop"}
+        assert set(collector.paths) <= {path or "/v1/traces"}
 
 
 @pytest.mark.parametrize(
@@ -196,6 +187,7 @@ BAD = (
     ("OTEL_RESOURCE_ATTRIBUTES", "shop"),
     ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1"),
     ("OTEL_TRACES_SAMPLER", "some"),
+    ("OTEL_EXPORTER_OTLP_HEADERS", "authorization passw0rd"),
 )
 
 
@@ -205,7 +197,8 @@ def test_a_bad_variable_is_named(name: str, value: str, monkeypatch: pytest.Monk
     monkeypatch.setenv(name, value)
     with pytest.raises(FieldError, match="is not allowed") as caught:
         span_exporter(ENDPOINT)
-    assert caught.value.field == name and "\n" not in str(caught.value)
+    assert caught.value.field == name
+    assert not re.search("\n|passw0rd", str(caught.value))
     assert os.environ[name] == value and os.environ["OTEL_SERVICE_NAME"] == "shop"
 
 
@@ -255,14 +248,6 @@ def test_no_password_is_written(endpoint: str, caplog: pytest.LogCaptureFixture)
     assert "127.0.0.1" in caplog.text + said and "passw0rd" not in caplog.text + said
 
 
-def test_no_header_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization passw0rd")
-    with pytest.raises(FieldError) as caught:
-        span_exporter(ENDPOINT)
-    assert caught.value.field == "OTEL_EXPORTER_OTLP_HEADERS"
-    assert "passw0rd" not in str(caught.value)
-
-
 @pytest.mark.parametrize("lines", [PlainLines(), JsonLines()])
 @pytest.mark.parametrize(
     "text",
@@ -290,7 +275,6 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\n"
 GZIP = b"content-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"
 # The head of an answer, a part that follows it many times, and the pause before each.
 ANSWERS = {
-    "promised": (b"content-length: 1000000000\r\n\r\n", b"a" * 2**16, 0.0),
     "compressed": (GZIP, b"10000\r\n\x1f\x8b\x08" + b"\0" * (2**16 - 3) + b"\r\n", 0.0),
     "slow": (b"content-length: 1000\r\n\r\n", b"a", 0.02),
 }
