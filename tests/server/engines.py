@@ -49,12 +49,12 @@ class OneSlot(NamedTuple):
 
 
 @contextmanager
-def one_slot(limits: Limits) -> Iterator[OneSlot]:
-    """Serve an engine that runs one sequence at a time."""
+def one_slot(limits: Limits, **options: Any) -> Iterator[OneSlot]:
+    """Serve an engine that runs one sequence at a time, with options of `serving_service`."""
     sizes = {"max_num_seqs": 1, "num_blocks": 512}
     # Steps are so long that a call has the slot until it leaves, on a busy machine too.
     core = SimFactory(vocab_size=TOKENIZER.vocab_size, step_s=0.02, sizes=sizes)()
     core.grammars = None
     service = EngineService(EngineClient(partial(EngineThread, core)), TOKENIZER, limits=limits)
-    with serving_service(service, TOKENIZER, chat_template=FIRST_CONTENT) as client:
+    with serving_service(service, TOKENIZER, chat_template=FIRST_CONTENT, **options) as client:
         yield OneSlot(client, service, core.scheduler)

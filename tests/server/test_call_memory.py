@@ -13,8 +13,8 @@ import pytest
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.serving.admission_queue import FREE_BYTES, MemoryBudget
+from cbatch.text import ChatTemplate
 from tests.server.apis import CHAT, MESSAGES, RESPONSES, USER, body_of
-from tests.server.engines import FIRST_CONTENT
 from tests.server.http_client import Client, sample, serving, wait_until
 from tests.server.raw_calls import deaf, post
 from tests.server.test_connections import REFUSALS, watched
@@ -26,13 +26,14 @@ HOG: dict[str, Any] = {"prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
 SHORT = {"prompt": "a", "max_tokens": 2}
 JUNK = body_of(CHAT, max_tokens=1, junk=LONG)
 LIMIT_BYTES = 16 * BIG
+TEMPLATE = ChatTemplate("{{ messages[-1].content }}", {}, "the test")
 
 
 @contextmanager
 def served(limit_bytes: int = LIMIT_BYTES, **options: Any) -> Iterator[tuple[Client, MemoryBudget]]:
     engine = make_engine(max_num_seqs=1, max_model_len=2**15, num_blocks=2**12)
     options |= {"connections": ConnectionLimits(max_held_bytes=limit_bytes)}
-    with watched() as budgets, serving(engine, chat_template=FIRST_CONTENT, **options) as client:
+    with watched() as budgets, serving(engine, chat_template=TEMPLATE, **options) as client:
         yield client, budgets[0]
 
 
@@ -40,7 +41,7 @@ def served(limit_bytes: int = LIMIT_BYTES, **options: Any) -> Iterator[tuple[Cli
     ("path", "change"),
     [
         (CHAT, {"junk": LONG, "stream": True}),
-        (CHAT, {"messages": [USER, {"role": "system", "content": LONG}]}),
+        (CHAT, {"messages": [{"role": "system", "content": LONG}, USER]}),
         (RESPONSES, {"store": False, "junk": LONG}),
         (MESSAGES, {"system": LONG}),
         (MESSAGES, {"junk": [LONG], "stream": True}),

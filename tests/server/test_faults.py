@@ -6,16 +6,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import os
 import random
-import signal
 import statistics
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from cbatch import LLM, SamplingParams
@@ -28,9 +25,8 @@ from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.heap import freeze_heap
 from tests.process.factories import SimFactory
 from tests.process.watching import kill_and_restart
-from tests.server.http_client import Client, sample, wait_until
-from tests.server.processes import Answer, Served, call, server_process, serving_process
-from tests.server.sim_server import Settings
+from tests.server.http_client import sample, wait_until
+from tests.server.processes import Answer, Served, call, serving_process
 from tests.test_llm import write_model
 from tests.toy_engine import TOKENIZER, make_engine
 
@@ -143,40 +139,6 @@ def test_overload_is_rejected_at_once_and_accepted_calls_finish(record_property:
 @pytest.mark.slow
 def test_a_minute_of_overload() -> None:
     print(overload(60))
-
-
-async def until_running(client: Client, count: int) -> None:
-    """Wait until `count` calls have been accepted, and some have tokens."""
-    while (await asyncio.to_thread(client.get, "/health"))[1]["requests"] < count:
-        pass
-    while not await asyncio.to_thread(sample, client, "vllm:generation_tokens_total"):
-        pass
-
-
-def test_further_stop_signals_stop_at_once_without_a_traceback(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pause_file = tmp_path / "held"
-    pause_file.touch()
-    factory = msgspec.structs.replace(SIM, pause_file=str(pause_file))
-
-    async def scene(client: Client, pid: int) -> list[Answer]:
-        streams = asyncio.create_task(crowd(client.port, [body(i, 300) for i in range(4)]))
-        await until_running(client, 4)
-        for _ in range(3):
-            os.kill(pid, signal.SIGTERM)
-            await asyncio.sleep(0.05)
-        return await streams
-
-    with server_process(Settings(factory, grace_s=600)) as (process, client):
-        answers = asyncio.run(scene(client, process.pid))
-        pause_file.unlink()
-        assert process.wait(timeout=60) == 0
-    assert len(answers) == 4
-    log = capfd.readouterr().err
-    assert "Traceback" not in log, log
-    assert "draining: 4 open requests have 600 s to finish" in log
-    assert log.count("second signal: aborting 4 open requests") == 1
 
 
 REGEX = "((ab|ba){2}[0-9]{1,3}, ?){9,}"

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
+import signal
+import time
 from collections.abc import Iterator
+from http.client import IncompleteRead
 from typing import Any
 
 import pytest
@@ -130,6 +136,21 @@ def test_the_grace_time_of_a_stopping_server_ends() -> None:
         draining = client.run(service.drain(0.2))
         assert "grace time of 0.2 s" in first.read().decode()
         draining.result(timeout=30)
+
+
+def test_a_second_stop_signal_aborts_open_calls(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cbatch")
+    with one_slot(Limits(), grace_s=600) as (client, _, _), client.running(LONG) as first:
+        assert client.server is not None
+        for _ in range(3):
+            client.server.handle_exit(signal.SIGTERM, None)
+            time.sleep(0.05)
+        with contextlib.suppress(IncompleteRead):
+            first.read()
+    gc.unfreeze()  # the server has frozen the heap
+    assert "draining: 1 open requests have 600 s to finish" in caplog.text
+    assert caplog.text.count("second signal: aborting 1 open requests") == 1
+    assert "Traceback" not in caplog.text
 
 
 # ---- refused by the executor ---------------------------------------------------------------------
