@@ -8,6 +8,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
@@ -30,8 +32,6 @@ from tests.process.watching import (
     kill_mid_stream,
     running,
 )
-from tests.server.processes import server_process
-from tests.server.sim_server import Settings
 
 NUM_STREAMS = 32
 SLOW = SimFactory(step_s=0.004)
@@ -167,8 +167,27 @@ def test_a_long_step_with_progress_does_not_count_as_hung() -> None:
     asyncio.run(scene())
 
 
+ROOT = Path(__file__).parents[2]
+OWNER = """
+import asyncio
+from functools import partial
+from cbatch.process.client import EngineClient
+from cbatch.process.server import EngineProcess
+from tests.process.factories import SimFactory
+
+async def own():
+    await EngineClient(partial(EngineProcess, SimFactory())).start()
+    print("it runs", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(own())
+"""
+
+
 def test_an_engine_does_not_outlive_its_owner() -> None:
-    with server_process(Settings(SimFactory(), grace_s=0)) as (owner, _):
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None and owner.stdout.readline()
         (task,) = Path(f"/proc/{owner.pid}/task/{owner.pid}").glob("children")
         engines = [Path(f"/proc/{pid}/stat") for pid in task.read_text().split()]
         assert engines

@@ -12,6 +12,7 @@ from cbatch import LLM
 from cbatch.demo import demo_paths
 from cbatch.text import ChatTemplate, load_chat_template
 from tests.server.http_client import Client, serving
+from tests.server.scripted import Scripted, scripted_server
 from tests.toy_engine import make_engine
 
 ROLES = ChatTemplate(
@@ -44,6 +45,18 @@ def wide_client() -> Iterator[Client]:
     """The same with a context of 256 tokens."""
     with serving(make_engine(max_model_len=256), chat_template=ROLES) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def _scripted() -> Iterator[Scripted]:
+    with scripted_server() as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def scripted(_scripted: Scripted) -> Iterator[Scripted]:
+    yield _scripted
+    _scripted.restore()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from cbatch.process.messages import Ready
 from cbatch.server.http.app import create_app
 from cbatch.server.http.connections import ServerConfig
 from cbatch.server.http.limits import ConnectionLimits
+from cbatch.server.http.run import DrainingServer
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.server.serving.open_request import OpenRequest
@@ -167,9 +168,11 @@ def serving_service(
     tool_parser: ToolParser | None = None,
     reasoning_parser: ReasoningParser = "none",
     connections: ConnectionLimits | None = None,
+    grace_s: float | None = None,
     **options: Any,
 ) -> Iterator[Client]:
-    """Serve HTTP on a free port, in a thread. `options` are those of the app."""
+    """Serve HTTP on a free port, in a thread. With `grace_s` it drains at a signal. `options` are
+    those of the app."""
     limits = connections or ConnectionLimits()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -182,7 +185,11 @@ def serving_service(
         app = create_app(service, model, limits=limits, **options)
         config = ServerConfig(app, limits, log_level="warning", timeout_graceful_shutdown=5)
         loops.append(asyncio.get_running_loop())
-        servers.append(uvicorn.Server(config))
+        if grace_s is None:
+            servers.append(uvicorn.Server(config))
+        else:
+            draining: Any = {"grace_s": grace_s, "on_listening": lambda _: None}
+            servers.append(DrainingServer(config, service, **draining))
         await servers[0].serve(sockets=[listener])
 
     thread = threading.Thread(target=uvloop.run, args=(serve(),), daemon=True)

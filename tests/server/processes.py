@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from cbatch.kv_events.publisher import KVEventPublisher
 from cbatch.process.client import EngineClient
@@ -23,7 +17,6 @@ from cbatch.text import TextTokenizer
 from tests.server.http_client import Client, serving_service
 from tests.server.raw_calls import Answer as Answer
 from tests.server.raw_calls import call as call
-from tests.server.sim_server import Settings
 from tests.toy_engine import TOKENIZER
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,16 +41,3 @@ def serving_process(
     service = EngineService(engine, tokenizer, limits=limits, kv_events=kv_events)
     with serving_service(service, tokenizer) as client:
         yield Served(client, service, engine)
-
-
-@contextmanager
-def server_process(settings: Settings) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """Run `tests.server.sim_server` in a process of its own, as an operator does."""
-    command = [sys.executable, "-m", "tests.server.sim_server", msgspec.json.encode(settings)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process, Client(int(process.stdout.readline()))
-        finally:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)

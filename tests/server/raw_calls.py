@@ -54,7 +54,11 @@ async def call(port: int, body: dict[str, Any], *, leave_after_bytes: int | None
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-    took_s = time.monotonic() - begin_s
+    return Answer(*decoded(raw), time.monotonic() - begin_s)
+
+
+def decoded(raw: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of an answer, or as much of the body as there is."""
     source = SimpleNamespace(makefile=lambda _: io.BytesIO(raw))
     response = http.client.HTTPResponse(cast(socket.socket, source))
     response.begin()
@@ -63,7 +67,7 @@ async def call(port: int, body: dict[str, Any], *, leave_after_bytes: int | None
         content = response.read()
     except http.client.IncompleteRead as cut:
         content = cut.partial
-    return Answer(response.status, headers, content, took_s)
+    return response.status, headers, content
 
 
 def post(

@@ -1,4 +1,5 @@
-"""Replicas on Ray Serve under load: a process that prints a JSON object for each scenario."""
+"""Replicas on Ray Serve under load: a process that prints a JSON object for each scenario, or with
+`command` for `cbatch serve --ray`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from cbatch.cli.ray_serve import ENVIRONMENT, NAME, build
 from tests.server.processes import ROOT
+from tests.server.raw_calls import decoded, post
 
 PORT = 8123
 NUM_STREAMS = 200
@@ -39,45 +42,24 @@ class Stream(NamedTuple):
 
 
 async def stream(port: int, number: int, num_tokens: int) -> Stream:
-    body = {
-        "prompt": f"def f{number}(a, b):",
-        "max_tokens": num_tokens,
-        "stream": True,
-        "ignore_eos": True,
-        "seed": number,
-        "return_token_ids": True,
-    }
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    body = {"prompt": f"def f{number}(a, b):", "max_tokens": num_tokens, "stream": True}
+    body |= {"ignore_eos": True, "seed": number, "return_token_ids": True}
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     raw = b""
     with suppress(ConnectionError):
-        writer.write(head.encode() + content)
+        writer.write(post(body, b"connection: close"))
         while got := await reader.read(2**16):
             raw += got
     writer.close()
-    top, _, rest = raw.partition(b"\r\n\r\n")
-    events = b"".join(_chunks(rest)).split(b"\n\n")
-    lines = [line.removeprefix(b"data: ") for line in events[:-1]]
+    status, _, content = decoded(raw) if b"\r\n\r\n" in raw else (0, {}, b"")
+    lines = [line.removeprefix(b"data: ") for line in content.split(b"\n\n")[:-1]]
     messages = [json.loads(line) for line in lines if line != b"[DONE]"]
     return Stream(
-        int(top.split()[1]) if top else 0,
+        status,
         [i for each in messages for choice in each.get("choices", ()) for i in choice["token_ids"]],
         [each["error"]["message"] for each in messages if "error" in each],
         whole=lines[-1:] == [b"[DONE]"],
     )
-
-
-def _chunks(raw: bytes) -> Iterator[bytes]:
-    """Yield the complete chunks."""
-    while b"\r\n" in raw:
-        size, _, raw = raw.partition(b"\r\n")
-        length = int(size, 16)
-        if len(raw) < length:
-            return
-        yield raw[:length]
-        raw = raw[length + 2 :]
 
 
 async def streams(ports: Sequence[int], num: int, num_tokens: int) -> list[Stream]:
@@ -225,7 +207,60 @@ def print_result(scenario: str, result: dict[str, Any]) -> None:
     print(json.dumps({scenario: result}), flush=True)
 
 
+# ---- the command ---------------------------------------------------------------------------------
+
+HEADER = "x-session-id"
+FLAGS = ("--ray", "--min-replicas=2", f"--port={PORT}", "--grace=1", f"--session-header={HEADER}")
+NUM_SESSIONS = 16
+
+
+def new_calls(sessions: Sequence[str]) -> list[int]:
+    """Make a call of each session. Return how many each replica got, in ascending order."""
+    name = "vllm:request_prompt_tokens_count"
+    before = by_replica(name)
+    body = json.dumps({"prompt": "def", "max_tokens": 1}).encode()
+    for session in sessions:
+        headers = {"content-type": "application/json", HEADER: session}
+        request = Request(f"http://127.0.0.1:{PORT}/v1/completions", body, headers)
+        with urlopen(request) as answer:
+            answer.read()
+    after = by_replica(name)
+    return sorted(after[replica] - before[replica] for replica in after)
+
+
+async def look(command: subprocess.Popen[bytes]) -> dict[str, Any]:
+    await until_both_answer()
+    same = new_calls(["one"] * NUM_SESSIONS)
+    others = new_calls([f"session {number}" for number in range(NUM_SESSIONS)])
+    running = asyncio.create_task(streams([PORT], 20, ENDLESS_TOKENS))
+    await asyncio.sleep(0.5)
+    command.send_signal(signal.SIGTERM)
+    errors = {message for each in await running for message in each.errors}
+    status = await asyncio.to_thread(command.wait)
+    return {"same": same, "others": others, "errors": sorted(errors), "status": status}
+
+
+def run_command() -> None:
+    """Run `cbatch serve --ray` as an operator does, and print observations."""
+    command = [sys.executable, "-m", "cbatch.cli.main", "serve", *FLAGS]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with log.open("w") as file:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=os.environ)
+        try:
+            while "serving replicas" not in log.read_text():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.2)
+            print(json.dumps(asyncio.run(look(process))), flush=True)
+        finally:
+            process.terminate()
+            process.wait()
+
+
 def main() -> None:
+    if sys.argv[1:] == ["command"]:
+        run_command()
+        return
     os.environ.update(ENVIRONMENT)
     import ray
     from ray import serve

@@ -1,24 +1,26 @@
-"""A service that returns a given text for each choice. Its tokens take the same path as an
-engine's."""
+"""A server whose model is scripted: each choice is a given text. Its tokens take the same path as
+those of an engine."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tokenizers import AddedToken, Tokenizer
 
 from cbatch.core.request.output import OutputRow
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
+from cbatch.server.protocol.errors import ServiceError
 from cbatch.server.protocol.fields import ApiRequest, PendingPrompt
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.server.serving.open_request import OpenRequest
-from cbatch.text import TextTokenizer
+from cbatch.text import ChatTemplate, TextTokenizer
 from cbatch.text.output_processor import LiveChoice
-from tests.server.http_client import open_request
+from tests.server.http_client import Client, open_request, serving_service
 from tests.text.toy_tokenizers import printable
 
 EOS = 0
@@ -36,7 +38,8 @@ class ScriptedService:
     """A service whose choices are the tokens of `text`, `step_tokens` of them per step.
 
     A choice ends for `reason` with the last token (EOS, for a stop) or, if `late`, in a later step.
-    `params` are the parameters of the last call, as an engine would get them.
+    A request ends with `error` after its first output, or before any output if `at_once`.
+    `params` and `prompt` are those of the last call, as an engine would get them.
     """
 
     running = ready = True
@@ -44,8 +47,10 @@ class ScriptedService:
     stats = None
     limits = Limits()
     text, reason, step_tokens, late = "", FinishReason.STOP, 3, False
-    max_steps = math.inf  # later steps do not come
+    error: ServiceError | None = None
+    at_once = False
     params: SamplingParams
+    prompt = ""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -66,7 +71,10 @@ class ScriptedService:
         ids = prompt.make()
         assert prompt.constrain is not None
         self.params = prompt.constrain(params, ids)
+        self.prompt = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         opened = open_request(ids, n=params.n)
+        opened.cached_tokens = 3
+        max_steps = math.inf if self.error is None else 0 if self.at_once else 1
         options = {"mark_ids": api_request.mark_ids, "accumulate": not api_request.fields.stream}
         for index in range(params.n):
             request = Request(request_id="r", prompt=ids, params=params, seed=1, choice=index)
@@ -77,7 +85,7 @@ class ScriptedService:
                 tokens[at : at + self.step_tokens] for at in range(0, len(tokens), self.step_tokens)
             ]
             for number, step in enumerate(steps, 1):
-                if number > self.max_steps:
+                if number > max_steps:
                     break
                 ends = number == len(steps) and not self.late
                 output = choice.extend(OutputRow("r", step, 0, 0, self.reason if ends else None))
@@ -86,4 +94,37 @@ class ScriptedService:
                     break
             else:
                 opened.put(choice.extend(OutputRow("r", finish_reason=self.reason)))
+        if self.error is not None:
+            opened.fail(self.error)
         yield opened
+
+
+QWEN = tokenizer_with(
+    ["<think>", "</think>", "<tool_call>", "</tool_call>"], ["<|im_start|>", "<|im_end|>"]
+)
+TEMPLATE = """\
+{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.reasoning }}\
+{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}\
+{{ m.tool_call_id }}{% endfor %}[assistant]\
+{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"""
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+class Scripted(NamedTuple):
+    service: Any
+    client: Client
+
+    def restore(self) -> None:
+        """Forget the script of a test."""
+        kept = ("tokenizer", "queue", "model")
+        self.service.__dict__ = {name: self.service.__dict__[name] for name in kept}
+
+
+@contextmanager
+def scripted_server(**options: Any) -> Iterator[Scripted]:
+    """Serve a model that may think and call functions."""
+    service: Any = ScriptedService(QWEN)
+    parsers: Any = {"reasoning_parser": "qwen3", "tool_parser": "hermes"}
+    options = {"chat_template": ChatTemplate(TEMPLATE, {}, "the test")} | parsers | options
+    with serving_service(service, QWEN, **options) as client:
+        yield Scripted(service, client)

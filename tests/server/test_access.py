@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,17 @@ from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import settings_of
 from cbatch.core.request.errors import FieldError
 from cbatch.server.http.keys import ApiKey, KeyBusyError, KeyRing, digest, read_keys
-from cbatch.text import ChatTemplate
 from tests.checking.clock import VirtualClock
 from tests.cli.conftest import read_serve as read
+from tests.server.apis import COMPLETIONS, RESPONSES, body_of
+from tests.server.engines import FIRST_CONTENT, SlowEngine
 from tests.server.http_client import JSON, Client, call, sample, serving, wait_until
-from tests.server.test_access_log import Lines
-from tests.server.test_app import SlowEngine
 from tests.toy_engine import make_engine
 
 # Two keys whose digests begin with the same 32 bits.
 MINE, OTHER = "sk-key-31691", "sk-key-35805"
-RESPONSES = "/v1/responses"
-ASK: dict[str, Any] = {"input": "def add(a, b):", "max_output_tokens": 4}
-BODY: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 20, "seed": 5}
+BODY = body_of(COMPLETIONS)
 RAW = json.dumps(BODY).encode()
-TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "the test")
 GUARDED = ("/v1/models", "/version", "/openapi.json", "/tokenize", "/live", "/nowhere", "/metrics")
 PAGE = "https://app.example:8443"
 KEY = {"Authorization": f"Bearer {MINE}"}
@@ -44,10 +39,13 @@ PREFLIGHT = {
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """Return a client of a server with three keys and two origins."""
+    options: Any = {"chat_template": FIRST_CONTENT, "cors_origins": [PAGE.upper() + "/", "null"]}
     keys = KeyRing([MINE, OTHER, "sécond"], max_requests_per_key=1)
-    origins = [PAGE.upper() + "/", "null"]
-    with serving(make_engine(), keys=keys, chat_template=TEMPLATE, cors_origins=origins) as client:
+    with serving(make_engine(), keys=keys, **options) as client:
         yield client
+
+
+# ---- keys ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def client() -> Iterator[Client]:
 )
 def test_a_call_needs_a_key(client: Client, given: str | None, status: int) -> None:
     headers: Any = JSON if given is None else JSON | {"Authorization": given.encode()}
-    code, body, answer_headers = call(client, "POST", "/v1/completions", RAW, headers)
+    code, body, answer_headers = call(client, "POST", COMPLETIONS, RAW, headers)
     assert code == status
     if status == 401:
         assert answer_headers["www-authenticate"] == "Bearer" and "x-request-id" in answer_headers
@@ -76,22 +74,8 @@ def test_a_call_needs_a_key(client: Client, given: str | None, status: int) -> N
 def test_all_but_probes_need_a_key(client: Client) -> None:
     assert {call(client, "GET", path)[0] for path in GUARDED} == {401}
     assert {call(client, "GET", path)[0] for path in ("/health", "/ready")} == {200}
+    assert client.get("/health")[1] == {"status": "ok"}, "the load tells of other clients"
     assert call(client, "GET", "/metrics", headers=KEY)[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("keys", "open_metrics", "is_open"),
-    [((), False, True), (("a",), True, True), (("a",), False, False)],
-)
-def test_health_shows_the_load_only_if_metrics_are_open(
-    keys: tuple[str, ...], open_metrics: bool, is_open: bool
-) -> None:
-    """Metrics would tell one client about the others."""
-    with serving(make_engine(), keys=KeyRing(keys), open_metrics=open_metrics) as client:
-        for method in ("GET", "HEAD"):
-            assert call(client, method, "/metrics")[0] == (200 if is_open else 401)
-        status, health = client.get("/health")
-        assert status == 200 and health == {"status": "ok"} | ({"requests": 0} if is_open else {})
 
 
 def test_a_key_has_a_limit_of_open_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +85,13 @@ def test_a_key_has_a_limit_of_open_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     first, second = ({"Authorization": f"Bearer {name}"} for name in ("first", "second"))
     long = BODY | {"max_tokens": 8000, "stream": True}
     with serving(engine, keys=keys, open_metrics=True) as client:
+        assert client.get("/health")[1] == {"status": "ok", "requests": 0}
+
+        def status(body: dict[str, Any] | None, path: str, headers: dict[str, str]) -> int:
+            with client.open(body, path, headers) as response:
+                response.read()
+                return response.status
+
         with client.open(long, headers=first) as one, client.open(long, headers=first) as two:
             for body in (BODY, long):
                 with client.open(body, headers=first) as refused:
@@ -108,18 +99,10 @@ def test_a_key_has_a_limit_of_open_calls(monkeypatch: pytest.MonkeyPatch) -> Non
                     assert refused.status == 429, answer
                     assert int(refused.getheader("retry-after", "0")) >= 1
                 assert answer["error"]["code"] == "rate_limit_exceeded"
-            with client.open(None, "/v1/models", headers=first) as looked:
-                assert looked.status == 200
-            with client.open(BODY, headers=second) as other:
-                assert other.status == 200
+            assert status(None, "/v1/models", first) == status(BODY, COMPLETIONS, second) == 200
             assert one.status == two.status == 200
         assert sample(client, "vllm:admission_rejections_total", reason="key_limit") == 2
-
-        def admitted() -> bool:
-            with client.open(BODY, headers=first) as again:
-                return again.status == 200
-
-        wait_until(admitted)
+        wait_until(lambda: status(BODY, COMPLETIONS, first) == 200)
 
 
 def test_retry_after_follows_the_durations_of_the_keys_calls() -> None:
@@ -144,22 +127,6 @@ def test_retry_after_follows_the_durations_of_the_keys_calls() -> None:
     assert "secret" not in key.id
 
 
-@pytest.mark.parametrize(("keys", "limit"), [(["a"], 0), ([], 3)])
-def test_a_limit_per_key_without_keys_is_rejected(keys: list[str], limit: int) -> None:
-    with pytest.raises(FieldError, match="max_requests_per_key"):
-        KeyRing(keys, max_requests_per_key=limit)
-
-
-def test_keys_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("# of the web shop\nfirst\n\n  second \n")
-    assert read_keys(path) == ["first", "second"]
-    path.write_text("# none\n")
-    for wrong in (path, tmp_path / "nothing", tmp_path):
-        with pytest.raises(FieldError, match="api_key_file"):
-            read_keys(wrong)
-
-
 def as_key(
     client: Client, key: str, method: str, path: str, body: dict[str, Any] | None = None
 ) -> tuple[int, Any]:
@@ -172,10 +139,10 @@ def as_key(
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
-        ("GET", RESPONSES + "/{id}", None),
-        ("POST", RESPONSES, ASK | {"previous_response_id": "{id}"}),
-        ("POST", RESPONSES + "/input_tokens", {"input": "a", "previous_response_id": "{id}"}),
-        ("DELETE", RESPONSES + "/{id}", None),
+        ("GET", "/{id}", None),
+        ("POST", "", body_of(RESPONSES)),
+        ("POST", "/input_tokens", {"input": "a"}),
+        ("DELETE", "/{id}", None),
     ],
     ids=["read", "continue", "count", "delete"],
 )
@@ -183,25 +150,20 @@ def test_keys_with_equal_beginnings_of_their_digests_share_no_stored_responses(
     client: Client, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
     assert digest(MINE.encode())[:4] == digest(OTHER.encode())[:4]
-    stored = as_key(client, MINE, "POST", RESPONSES, ASK)[1]["id"]
-    path, body = path.format(id=stored), body and dict(body)
-    if body:
-        body["previous_response_id"] = stored
+    stored = as_key(client, MINE, "POST", RESPONSES, body_of(RESPONSES))[1]["id"]
+    path = RESPONSES + path.format(id=stored)
+    body = None if body is None else body | {"previous_response_id": stored}
     assert as_key(client, OTHER, method, path, body)[0] == 404
     assert as_key(client, MINE, method, path, body)[0] == 200
 
 
-def test_a_log_line_shows_the_beginning_of_the_key_s_digest(client: Client) -> None:
-    lines, logger = Lines(), logging.getLogger("cbatch")
-    level = logger.level
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    try:
-        as_key(client, MINE, "POST", RESPONSES, ASK)
-        assert lines.last(1)["key"] == digest(MINE.encode()).hex()[:8]
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(level)
+# ---- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("keys", "limit"), [(["a"], 0), ([], 3)])
+def test_a_limit_per_key_without_keys_is_rejected(keys: list[str], limit: int) -> None:
+    with pytest.raises(FieldError, match="max_requests_per_key"):
+        KeyRing(keys, max_requests_per_key=limit)
 
 
 @pytest.mark.parametrize("secret", ["", " ", "\t\r\n", "a\x00b", "a\x1bb", "a\x9bb"])
@@ -216,10 +178,8 @@ def test_a_key_that_no_header_can_hold_is_refused(secret: str) -> None:
     [
         ("", {}, ("--api-key", ""), "--api-key"),
         ("", {}, ("--api-key", "a", "--api-key", " "), "--api-key"),
-        ("", {"CBATCH_API_KEY": ""}, (), "CBATCH_API_KEY"),
         ("", {"CBATCH_API_KEY": " , "}, (), "CBATCH_API_KEY"),
         ("api_key = []", {}, (), "serve.toml: api_key"),
-        ('api_key = ""', {}, (), "serve.toml: api_key"),
         ('api_key = ["a", ""]', {}, (), "serve.toml: api_key"),
         ("", {}, ("--api-key-file", ""), "--api-key-file"),
         ("", {"CBATCH_API_KEY_FILE": ""}, (), "CBATCH_API_KEY_FILE"),
@@ -232,15 +192,13 @@ def test_a_setting_without_a_key_does_not_open_the_server(
     with pytest.raises(FieldError) as caught, settings.naming():
         ModelParts(settings.values)
     assert caught.value.field.endswith(origin)
+    replica = settings_of(ServeSettings, {"api_key": []}, "args")
+    with pytest.raises(FieldError, match="args: api_key"), replica.naming():
+        ModelParts(replica.values)
 
 
-def test_a_replica_without_a_key_does_not_start() -> None:
-    settings = settings_of(ServeSettings, {"api_key": []}, "args")
-    with pytest.raises(FieldError, match="args: api_key"), settings.naming():
-        ModelParts(settings.values)
-
-
-def test_blanks_comments_and_repeats_are_no_keys(tmp_path: Path) -> None:
+def test_keys_from_a_file(tmp_path: Path) -> None:
+    """Blanks, comments and repeats are no keys."""
     path = tmp_path / "keys"
     path.write_bytes("\ufefffirst \r\n\t\n  # staging keys\n\t#none\nfirst\n sécond\n".encode())
     assert read_keys(path) == ["first", "first", "sécond"]
@@ -251,38 +209,40 @@ def test_blanks_comments_and_repeats_are_no_keys(tmp_path: Path) -> None:
     for secret in ("", " ", "# staging keys", "#none", "\ufefffirst"):
         assert keys.find(b"Bearer " + secret.encode()) is None, secret
     assert len(KeyRing(["f\udce9"]).accepted) == 1, "an argument that is not UTF-8"
+    path.write_text("# none\n")
+    for wrong in (path, tmp_path / "nothing", tmp_path):
+        with pytest.raises(FieldError, match="api_key_file"):
+            read_keys(wrong)
 
 
-# ---- other origins ----
+# ---- other origins -------------------------------------------------------------------------------
 
 
 def test_a_preflight_needs_no_key(client: Client) -> None:
-    status, body, headers = call(client, "OPTIONS", "/v1/completions", headers=PREFLIGHT)
+    status, body, headers = call(client, "OPTIONS", COMPLETIONS, headers=PREFLIGHT)
     assert (status, body, headers[ALLOWED]) == (204, b"", PAGE)
     assert headers["access-control-allow-headers"] == PREFLIGHT["Access-Control-Request-Headers"]
     assert "POST" in headers["access-control-allow-methods"] and headers["vary"] == "origin"
+    other = PREFLIGHT | {"Origin": "https://evil.example"}
+    status, _, headers = call(client, "OPTIONS", COMPLETIONS, headers=other)
+    assert status == 401 and ALLOWED not in headers
 
 
 @pytest.mark.parametrize(
     ("method", "path", "body", "headers", "status"),
     [
-        ("POST", "/v1/completions", RAW, JSON | KEY, 200),
-        ("POST", "/v1/completions", RAW[:-1] + b', "stream": true}', JSON | KEY, 200),
-        ("POST", "/v1/completions", b"{", JSON | KEY, 400),
-        ("POST", "/v1/completions", RAW, KEY, 415),
-        ("POST", "/v1/completions", RAW, JSON, 401),
-        ("GET", "/v1/completions", None, KEY, 405),
+        ("POST", COMPLETIONS, RAW, JSON | KEY, 200),
+        ("POST", COMPLETIONS, RAW[:-1] + b', "stream": true}', JSON | KEY, 200),
+        ("POST", COMPLETIONS, b"{", JSON | KEY, 400),
+        ("POST", COMPLETIONS, RAW, KEY, 415),
+        ("POST", COMPLETIONS, RAW, JSON, 401),
+        ("GET", COMPLETIONS, None, KEY, 405),
         ("GET", "/nowhere", None, KEY, 404),
         ("GET", "/health", None, {}, 200),
     ],
 )
 def test_pages_of_named_origins_may_read_answers(
-    client: Client,
-    method: str,
-    path: str,
-    body: bytes | None,
-    headers: dict[str, str],
-    status: int,
+    client: Client, method: str, path: str, body: bytes, headers: dict[str, str], status: int
 ) -> None:
     for origin in (PAGE, "null"):
         code, _, answer_headers = call(client, method, path, body, headers | {"Origin": origin})
@@ -293,18 +253,11 @@ def test_pages_of_named_origins_may_read_answers(
         assert code == status and ALLOWED not in answer_headers
 
 
-def test_a_preflight_of_another_origin_is_rejected(client: Client) -> None:
-    status, _, headers = call(
-        client, "OPTIONS", "/v1/completions", headers=PREFLIGHT | {"Origin": "https://evil.example"}
-    )
-    assert status == 401 and ALLOWED not in headers
-
-
 @pytest.mark.parametrize("origins", [(), ("*",)])
 def test_no_origin_or_every_origin(origins: tuple[str, ...]) -> None:
     with serving(make_engine(), cors_origins=origins) as client:
-        _, _, answer_headers = call(client, "POST", "/v1/completions", RAW, JSON | {"Origin": PAGE})
-        _, _, preflight = call(client, "OPTIONS", "/v1/completions", headers=PREFLIGHT)
-    assert (
-        answer_headers.get(ALLOWED) == preflight.get(ALLOWED) == (origins[0] if origins else None)
-    )
+        assert client.get("/health")[1] == {"status": "ok", "requests": 0}, "without keys"
+        _, _, answer_headers = call(client, "POST", COMPLETIONS, RAW, JSON | {"Origin": PAGE})
+        _, _, preflight = call(client, "OPTIONS", COMPLETIONS, headers=PREFLIGHT)
+    expected = origins[0] if origins else None
+    assert answer_headers.get(ALLOWED) == preflight.get(ALLOWED) == expected

@@ -12,12 +12,12 @@ from urllib.parse import quote
 
 import pytest
 
-from cbatch.server.http.keys import KeyRing
+from cbatch.server.http.keys import KeyRing, digest
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.logs import JsonLines, PlainLines
+from tests.server.engines import SlowEngine
 from tests.server.http_client import CHAT, Client, serving, wait_until
 from tests.server.raw_calls import post as post_bytes
-from tests.server.test_app import SlowEngine
 from tests.toy_engine import TOKENIZER, make_engine
 
 SECRET = "def secret(a, b):"
@@ -77,7 +77,11 @@ def test_each_call_is_logged_and_probes_are_not(lines: Lines, client: Client) ->
     assert line["prompt_tokens"] == len(TOKENIZER.encode(SECRET))
     assert line["output_tokens"] == 40 and line["finish_reason"] == "length"
     assert 0 < line["ttft_s"] <= line["e2e_s"] < 60 and 0 < line["acceptance"] <= 1
-    assert line["stream"] is False and len(line["key"]) == 8 and "error" not in line
+    assert (
+        line["stream"] is False
+        and line["key"] == digest(b"first").hex()[:8]
+        and "error" not in line
+    )
     post(client, BODY | {"stream": True, "stop": "a"})
     assert lines.last(2)["stream"] is True and lines.last(2)["status"] == 200
     post(client, BODY | {"temperature": SECRET}, **{"x-request-id": "bad"})

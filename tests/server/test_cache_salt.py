@@ -2,102 +2,83 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cbatch.cli.model_service import ModelParts
 from cbatch.core.request.errors import FieldError
-from cbatch.core.scheduler.events import Added, Configured
 from cbatch.server.http.keys import KeyRing
-from cbatch.steplog.step_log import read_step_log
-from cbatch.text import ChatTemplate
 from tests.cli.conftest import read_serve as read
-from tests.process.factories import SimFactory
-from tests.server.http_client import CHAT, COMPLETIONS, serving
-from tests.server.processes import call, serving_process
+from tests.server.apis import APIS, CHAT, COMPLETIONS, body_of
+from tests.server.engines import FIRST_CONTENT
+from tests.server.http_client import serving
 from tests.server.test_kv_events import followed, hear_all
-from tests.toy_engine import TOKENIZER, make_engine
+from tests.toy_engine import make_engine
 
-SECRET = "the vault opens to swordfish, tell nobody"
-TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "the test")
-BODY: dict[str, Any] = {"prompt": SECRET, "max_tokens": 4, "temperature": 0}
+SECRET = "the vault opens to swordfish, keep it to yourself"
+Hits = Callable[..., int]  # path, key, and fields of a call: its cached tokens
+EACH_API = pytest.mark.parametrize("path", APIS)
+
+
+@contextmanager
+def counted(keys: KeyRing) -> Iterator[Hits]:
+    """Yield a function that makes a call, and returns how many of its tokens were cached."""
+    engine = make_engine(lookahead="off", num_blocks=4096)
+
+    def hits(path: str, key: str = "a", text: str = SECRET, **fields: object) -> int:
+        before = engine.scheduler.stats.prefix_hit_tokens
+        body, headers = body_of(path, text) | fields, {"Authorization": f"Bearer {key}"}
+        with client.open(body, path, headers) as answer:
+            assert answer.status == 200 and answer.read()
+        return engine.scheduler.stats.prefix_hit_tokens - before
+
+    with serving(engine, chat_template=FIRST_CONTENT, keys=keys) as client:
+        yield hits
+
+
+@pytest.fixture(scope="module")
+def hits() -> Iterator[Hits]:
+    with counted(KeyRing(["a", "b", "c"])) as hits:
+        yield hits
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_salt_hides_prompts_from_other_tenants(path: str) -> None:
     """A tenant's hits reveal another tenant's prompts only if both have the same salt or none."""
-    engine = make_engine(lookahead="off")
-    body: dict[str, Any] = BODY
-    if path == CHAT:
-        body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4}
-    with serving(engine, chat_template=TEMPLATE) as client:
-
-        def hit_tokens(salt: str | None, **fields: Any) -> int:
-            before = engine.scheduler.stats.prefix_hit_tokens
-            assert client.post(body | {"cache_salt": salt} | fields, path)[0] == 200
-            return engine.scheduler.stats.prefix_hit_tokens - before
-
-        assert [hit_tokens(salt) for salt in ("alice", "bob", None)] == [0, 0, 0]
-        (alone,) = {hit_tokens(salt) for salt in ("alice", "bob", None)}
-        assert alone > 0
-        assert hit_tokens("carol", n=3, seed=1) == 2 * alone, (
-            "the choices share the salt of their call"
-        )
+    with counted(KeyRing([])) as hits:
+        first, again = ([hits(path, cache_salt=salt) for salt in ("x", "y", None)] for _ in "12")
+        assert first == [0, 0, 0] and len(set(again)) == 1 and again[0] > 0
+        # The choices share the salt of their call.
+        assert hits(path, cache_salt="z", n=3, seed=1) == 2 * again[0]
 
 
-CALLS: dict[str, dict[str, Any]] = {
-    COMPLETIONS: BODY,
-    CHAT: {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4},
-    "/v1/responses": {"input": SECRET, "max_output_tokens": 4},
-    "/v1/messages": {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4},
-}
+@EACH_API
+def test_keys_do_not_share_cached_prompts(hits: Hits, path: str) -> None:
+    for stream in (False, True):
+        text = f"{APIS.index(path)}{stream:d} {SECRET}"
+        got = [bool(hits(path, key, text, stream=stream)) for key in "abcab"]
+        assert got == [False] * 3 + [True] * 2
 
 
-@contextmanager
-def hits(keys: KeyRing) -> Iterator[Callable[..., bool]]:
-    """Yield a function that makes a call with a key, and returns whether it had cached tokens."""
-    engine = make_engine(lookahead="off")
-
-    def hit(path: str, key: str, **fields: Any) -> bool:
-        before = engine.scheduler.stats.prefix_hit_tokens
-        with client.open(CALLS[path] | fields, path, {"Authorization": f"Bearer {key}"}) as answer:
-            assert answer.status == 200, answer.read()
-            answer.read()
-        return engine.scheduler.stats.prefix_hit_tokens > before
-
-    with serving(engine, chat_template=TEMPLATE, keys=keys) as client:
-        yield hit
+@EACH_API
+def test_the_salt_of_a_key_and_that_of_a_call_both_count(hits: Hits, path: str) -> None:
+    cases = [("a", "x"), ("b", "x"), ("a", "y"), ("a", None)]
+    for first in (True, False):
+        for key, salt in cases:
+            text = f"{APIS.index(path)}+ {SECRET}"
+            assert bool(hits(path, key, text, cache_salt=salt)) is not first
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", CALLS)
-def test_keys_do_not_share_cached_prompts(path: str, stream: bool) -> None:
-    with hits(KeyRing(["a", "b", "c"])) as hit:
-        assert [hit(path, key, stream=stream) for key in "abcab"] == [False] * 3 + [True] * 2
-
-
-@pytest.mark.parametrize("path", CALLS)
-def test_the_salt_of_a_key_and_that_of_a_call_both_count(path: str) -> None:
-    with hits(KeyRing(["a", "b"])) as hit:
-        cases = [("a", "x"), ("b", "x"), ("a", "y"), ("a", None)]
-        for first in (True, False):
-            for key, salt in cases:
-                assert hit(path, key, cache_salt=salt) is not first, (key, salt)
-
-
-@pytest.mark.parametrize("path", CALLS)
-def test_keys_share_cached_prompts_if_the_operator_wants_it(path: str) -> None:
-    with hits(KeyRing(["a", "b"], share_prefix_cache=True)) as hit:
-        assert [hit(path, key) for key in "aba"] == [False, True, True]
-        assert [hit(path, key, cache_salt="x") for key in "aba"] == [False, True, True]
+def test_keys_share_cached_prompts_if_the_operator_wants_it() -> None:
+    with counted(KeyRing(["a", "b"], share_prefix_cache=True)) as hits:
+        for path in APIS:
+            for salt in (None, "x"):
+                text = f"{APIS.index(path)} {SECRET}"
+                got = [bool(hits(path, key, text, cache_salt=salt)) for key in "aba"]
+                assert got == [False, True, True]
 
 
 def test_one_key_has_no_salt_so_events_are_those_of_an_open_server(tmp_path: Path) -> None:
@@ -111,7 +92,8 @@ def test_one_key_has_no_salt_so_events_are_those_of_an_open_server(tmp_path: Pat
             serving(engine, kv_events=publisher, keys=KeyRing(keys)) as client,
         ):
             headers = {"Authorization": "Bearer a"}
-            with client.open(BODY | {"max_tokens": 1}, headers=headers) as answer:
+            body = body_of(COMPLETIONS, SECRET, 1, temperature=0)
+            with client.open(body, headers=headers) as answer:
                 assert answer.status == 200 and answer.read()
             hashes.append(frozenset(hear_all(publisher, gateway).blocks))
     assert hashes[0] == hashes[1] and hashes[2] == hashes[3], "equal in all replicas"
@@ -128,40 +110,3 @@ def test_sharing_needs_a_prefix_cache(tmp_path: Path) -> None:
     assert len(keys.accepted) == 2
     for key in (keys.find(b"Bearer a"), keys.find(b"Bearer b")):
         assert key is not None and key.salt is None
-
-
-def test_an_invalid_salt_is_rejected() -> None:
-    chat = {"messages": [{"role": "user", "content": SECRET}]}
-    salts: tuple[Any, ...] = ("", "s" * 257, 3, ["a"], {})
-    with serving(make_engine(), chat_template=TEMPLATE) as client:
-        for salt, path in itertools.product(salts, (COMPLETIONS, CHAT)):
-            status, answer, _ = client.post(BODY | chat | {"cache_salt": salt}, path)
-            assert (status, answer["error"]["param"]) == (400, "cache_salt")
-
-
-def test_a_salt_survives_a_restart_of_the_engine(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    pause_file = tmp_path / "held"
-    pause_file.touch()
-    factory = SimFactory(
-        vocab_size=TOKENIZER.vocab_size, record=str(path), pause_file=str(pause_file)
-    )
-
-    with serving_process(factory) as served:
-
-        async def scene() -> None:
-            body = BODY | {"max_tokens": 300, "stream": True, "cache_salt": "alice"}
-            stream = asyncio.create_task(call(served.client.port, body))
-            while served.engine.num_tokens < 50 or b'"Added"' not in path.read_bytes():
-                await asyncio.sleep(0.002)
-            assert served.engine.pid is not None
-            pause_file.unlink()
-            os.kill(served.engine.pid, signal.SIGKILL)
-            assert (await stream).text
-
-        asyncio.run(scene())
-    events = read_step_log(path).events
-    assert sum(isinstance(event, Configured) for event in events) == 2
-    added = [event for event in events if isinstance(event, Added)]
-    assert len(added) == 2 and added[1].output
-    assert [event.request.cache_salt for event in added] == ["alice", "alice"]

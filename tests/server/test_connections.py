@@ -21,10 +21,11 @@ from cbatch.server.http.handler import PARSED, BodyIntake
 from cbatch.server.http.keys import KeyRing
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.serving.admission_queue import FREE_BYTES, Limits, MemoryBudget
+from tests.server.engines import ROOMY
 from tests.server.http_client import Client, sample, serving, wait_until
-from tests.server.processes import call
 from tests.server.raw_calls import (
     BODY,
+    call,
     deaf,
     during_honest_calls,
     exchange,
@@ -39,14 +40,20 @@ from tests.toy_engine import make_engine
 SHORT = ConnectionLimits(request_timeout_s=0.3)
 LONG = {"prompt": "def add(a, b):", "max_tokens": 8000, "stream": True}
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+LAST = GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
 REFUSALS = "vllm:admission_rejections_total"
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    engine = make_engine(max_model_len=8192, num_blocks=4096)
-    with serving(engine, Limits(max_unread_tokens=10**6), connections=SHORT) as client:
+    limits = Limits(max_unread_tokens=10**6)
+    with serving(make_engine(**ROOMY), limits, connections=SHORT) as client:
         yield client
+
+
+def answered(client: Client, key: str = "a") -> bool:
+    with client.open(BODY, headers={"Authorization": f"Bearer {key}"}) as response:
+        return response.status == 200
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -67,11 +74,10 @@ def test_a_slow_request_is_ended_with_a_status(client: Client, begin: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["new", "kept alive"]
+    ("sent", "more"), [(b"", b""), (b"", b"\r\n"), (GET, b"\r\n")], ids=["silent", "new", "used"]
 )
-def test_line_ends_alone_do_not_keep_a_connection_open(client: Client, sent: bytes) -> None:
-    """Neither do no bytes. The connection is closed without a response, since there is no
-    request."""
+def test_a_connection_without_a_request_is_closed(client: Client, sent: bytes, more: bytes) -> None:
+    """Line ends alone do not keep it open. There is no response, since there is no request."""
 
     async def scene() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
@@ -80,15 +86,11 @@ def test_line_ends_alone_do_not_keep_a_connection_open(client: Client, sent: byt
             assert b"200 OK" in await reader.readuntil(b"}")
         reply = asyncio.ensure_future(reader.read())
         while not (await asyncio.wait({reply}, timeout=0.03))[0]:
-            writer.write(b"\r\n")
+            writer.write(more)
         writer.close()
         return reply.result()
 
     assert run(during_honest_calls(client.port, scene())) == b""
-
-
-def test_a_silent_connection_is_closed(client: Client) -> None:
-    assert run(during_honest_calls(client.port, exchange(client.port, b""))) == b""
 
 
 def test_a_partial_pipelined_request_does_not_end_the_answer_before_it(client: Client) -> None:
@@ -116,12 +118,11 @@ def test_a_rejected_call_is_not_read_and_a_slow_body_frees_its_keys_place() -> N
 
     with serving(make_engine(), keys=keys, connections=SHORT) as client:
         run(scene(client))
-        assert answered(client, "Bearer a")
+        assert answered(client)
         assert statuses(run(expecting(client))) == [401], "before the body"
 
 
 # ---- answers that no client reads ----------------------------------------------------------------
-
 
 TEXT = {"prompt": "ab" * 700_000, "return_token_strs": True}
 DEAF = {
@@ -129,8 +130,6 @@ DEAF = {
     "whole": post(TEXT, path=b"/tokenize"),
     "last": post(TEXT, b"connection: close", path=b"/tokenize"),
 }
-
-
 # A context for answers longer than the system's send buffers.
 LONG_CONTEXT = {"max_model_len": 2**19, "num_blocks": 8192}
 
@@ -167,10 +166,10 @@ def test_a_client_that_reads_slowly_stays_connected() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        [b"GET /version HTTP/1.1\r\nx: ", *[b"a" * 2**14] * 64],
-        [b"GET /version HTTP/1.1\r\n", *[b"x: a\r\n" * 2**12] * 64],
-        [b"GET /version HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n"],
-        [b"GET / HTTP/1.1\r\nx: ", *[b"a" * (2**14 - 9)] * 8, b"a" * 99 + b"\r\ny: b\r\n"],
+        [GET[:-4] + b"\r\nx: ", *[b"a" * 2**14] * 64],
+        [GET[:-2], *[b"x: a\r\n" * 2**12] * 64],
+        [GET[:-4] + b"\r\nx: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n"],
+        [GET[:-4] + b"\r\nx: ", *[b"a" * (2**14 - 9)] * 8, b"a" * 99 + b"\r\ny: b\r\n"],
     ],
     ids=["value", "fields", "whole", "end"],
 )
@@ -191,11 +190,8 @@ def test_a_head_without_an_end_is_rejected(
     answers = run(during_honest_calls(client.port, scene()))
     assert statuses(answers) == [431] and b"more than 65536 bytes" in answers
     assert not [each for each in caplog.records if each.levelname == "ERROR"]  # refused once
-
-
-def test_a_long_head_is_read(client: Client) -> None:
-    sent = b"GET /version HTTP/1.1\r\nconnection: close\r\nx: " + b"a" * (MAX_HEAD_BYTES - 999)
-    assert statuses(run(exchange(client.port, sent + b"\r\n\r\n"))) == [200]
+    long = LAST[:-4] + b"\r\nx: " + b"a" * (MAX_HEAD_BYTES - 999) + b"\r\n\r\n"
+    assert statuses(run(exchange(client.port, long))) == [200]
 
 
 def test_connections_are_limited() -> None:
@@ -232,27 +228,19 @@ def test_bodies_share_a_memory_limit_that_short_bodies_never_reach() -> None:
     limits = ConnectionLimits(max_held_bytes=PARSED * 2**18)
     half = post(b" " * (2**17 + FREE_BYTES // PARSED - 1), num_bytes=2**20)
     large = json.dumps(BODY).encode() + b" " * 2**17
-
-    async def scene(client: Client, memory: MemoryBudget) -> None:
-        connections = []
-        for at in range(2):
-            connections.append(await asyncio.open_connection("127.0.0.1", client.port))
-            connections[at][1].write(half)
-            while memory.num_bytes < (at + 1) * PARSED * (2**17 - 1):
-                await asyncio.sleep(0.005)
-        status, _, headers = await asyncio.to_thread(client.post, large)
-        assert status == 503 and int(headers["retry-after"]) >= 1
-        assert (await call(client.port, BODY)).status == 200, "a short one"
-        connections[0][1].close()
-        while memory.num_bytes > PARSED * 2**17:
-            await asyncio.sleep(0.005)
-        assert (await asyncio.to_thread(client.post, large))[0] == 200
-        connections[1][1].close()
-        while memory.num_bytes:
-            await asyncio.sleep(0.005)
-
     with watched() as budgets, serving(make_engine(), connections=limits) as client:
-        run(scene(client, budgets[0]))
+        memory = budgets[0]
+        with contextlib.ExitStack() as stack:
+            first, second = (stack.enter_context(deaf(client.port, half)) for _ in range(2))
+            wait_until(lambda: memory.num_bytes >= 2 * PARSED * (2**17 - 1))
+            status, _, headers = client.post(large)
+            assert status == 503 and int(headers["retry-after"]) >= 1
+            assert client.post(BODY)[0] == 200, "a short one"
+            first.close()
+            wait_until(lambda: memory.num_bytes <= PARSED * 2**17)
+            assert client.post(large)[0] == 200
+            second.close()
+        wait_until(lambda: not memory.num_bytes)
         assert sample(client, REFUSALS, reason="call_bytes") == 1
 
 
@@ -275,9 +263,8 @@ def watched() -> Iterator[list[MemoryBudget]]:
 
 
 def test_pipelined_requests() -> None:
-    last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-    pipelined = post(LONG | {"max_tokens": 2000}) + GET * (MAX_PIPELINED - 1) + last
-    with serving(make_engine(max_model_len=8192, num_blocks=4096)) as client:
+    pipelined = post(LONG | {"max_tokens": 2000}) + GET * (MAX_PIPELINED - 1) + LAST
+    with serving(make_engine(**ROOMY)) as client:
         assert statuses(run(exchange(client.port, pipelined))) == [200] * (MAX_PIPELINED + 1)
         answers = run(exchange(client.port, post(LONG) + GET * 999))
     assert statuses(answers) in ([], [200]) and b"[DONE]" not in answers, "not all of them are kept"
@@ -318,27 +305,26 @@ LEFT = {
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[tuple[Client, Engine, MemoryBudget]]:
     """Return a server with one key, which may have one call open."""
-    engine = make_engine(max_model_len=8192, num_blocks=4096)
-    keys = KeyRing(["a"], max_requests_per_key=1)
+    engine, keys = make_engine(**ROOMY), KeyRing(["a"], max_requests_per_key=1)
     with watched() as budgets, serving(engine, keys=keys) as client:
         yield client, engine, budgets[0]
 
 
-@pytest.mark.parametrize("how", ["leaves", "resets", "half-closes"])
 @pytest.mark.parametrize("what", LEFT)
 def test_an_aborted_call_leaves_no_resources(
-    guarded: tuple[Client, Engine, MemoryBudget], what: str, how: str
+    guarded: tuple[Client, Engine, MemoryBudget], what: str
 ) -> None:
     """No connection, open call of the key, counted byte of a body, queue place or slot remains."""
     client, engine, memory = guarded
-    for pause_s in (0, 0.02):  # before the server reads the call, or after it
-        with socket.create_connection(("127.0.0.1", client.port)) as left:
-            left.sendall(LEFT[what])
-            time.sleep(pause_s)
-            break_off(left, how)
-    wait_until(lambda: client.num_connections == memory.num_bytes == 0)
-    wait_until(lambda: not engine.scheduler.num_running + engine.scheduler.num_waiting)
-    wait_until(lambda: answered(client, "Bearer a"))
+    for how in ("leaves", "resets", "half-closes"):
+        for pause_s in (0, 0.02):  # before the server reads the call, or after it
+            with socket.create_connection(("127.0.0.1", client.port)) as left:
+                left.sendall(LEFT[what])
+                time.sleep(pause_s)
+                break_off(left, how)
+        wait_until(lambda: client.num_connections == memory.num_bytes == 0)
+        wait_until(lambda: not engine.scheduler.num_running + engine.scheduler.num_waiting)
+        wait_until(lambda: answered(client))
 
 
 def break_off(left: socket.socket, how: str) -> None:
@@ -351,8 +337,3 @@ def break_off(left: socket.socket, how: str) -> None:
             left.shutdown(socket.SHUT_WR)
             while left.recv(2**16):
                 pass
-
-
-def answered(client: Client, authorization: str) -> bool:
-    with client.open(BODY, headers={"Authorization": authorization}) as response:
-        return response.status == 200

@@ -6,16 +6,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import os
 import random
-import signal
 import statistics
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from cbatch import LLM, SamplingParams
@@ -28,9 +25,8 @@ from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.heap import freeze_heap
 from tests.process.factories import SimFactory
 from tests.process.watching import kill_and_restart
-from tests.server.http_client import Client, sample, wait_until
-from tests.server.processes import Answer, Served, call, server_process, serving_process
-from tests.server.sim_server import Settings
+from tests.server.http_client import sample, wait_until
+from tests.server.processes import Answer, Served, call, serving_process
 from tests.test_llm import write_model
 from tests.toy_engine import TOKENIZER, make_engine
 
@@ -68,23 +64,23 @@ def assert_nothing_is_left(served: Served) -> None:
 
 
 def test_many_disconnecting_clients_leave_no_resources() -> None:
-    """Half of 200 clients disconnect: before the response, at its first bytes, or later."""
+    """Half of 80 clients disconnect: before the response, at its first bytes, or later."""
     rng = random.Random(3)
 
     async def storm(port: int) -> list[Answer]:
         leaving = [
-            call(port, body(i, 400), leave_after_bytes=rng.choice([0, 20, 600])) for i in range(100)
+            call(port, body(i, 400), leave_after_bytes=rng.choice([0, 20, 600])) for i in range(40)
         ]
-        staying = [call(port, body(i, 12)) for i in range(100)]
+        staying = [call(port, body(i, 12)) for i in range(40)]
         mixed = [each for pair in zip(leaving, staying, strict=True) for each in pair]
         return (await asyncio.gather(*mixed))[1::2]
 
     with serving_process(SIM) as served:
         answers = asyncio.run(storm(served.client.port))
-        assert [answer.text for answer in answers] == expected(range(100), 12)
+        assert [answer.text for answer in answers] == expected(range(40), 12)
         assert_nothing_is_left(served)
         stats = served.service.client.stats
-        assert stats is not None and stats.totals.emitted_tokens < 100 * 400, "none was ended early"
+        assert stats is not None and stats.totals.emitted_tokens < 40 * 400, "none was ended early"
 
 
 def overload(seconds: float) -> dict[str, float]:
@@ -145,70 +141,6 @@ def test_a_minute_of_overload() -> None:
     print(overload(60))
 
 
-async def until_running(client: Client, count: int) -> None:
-    """Wait until `count` calls have been accepted, and some have tokens."""
-    while (await asyncio.to_thread(client.get, "/health"))[1]["requests"] < count:
-        pass
-    while not await asyncio.to_thread(sample, client, "vllm:generation_tokens_total"):
-        pass
-
-
-@pytest.mark.parametrize("grace_s", [60.0, 0.2])
-def test_a_stop_signal_under_load(grace_s: float, tmp_path: Path) -> None:
-    max_tokens, pause_file = 300, tmp_path / "held"
-    pause_file.touch()
-    factory = msgspec.structs.replace(SIM, pause_file=str(pause_file))
-
-    async def scene(client: Client, pid: int) -> list[Answer]:
-        port = client.port
-        streams = asyncio.create_task(crowd(port, [body(i, max_tokens) for i in range(12)]))
-        await until_running(client, 12)
-        os.kill(pid, signal.SIGTERM)
-        if grace_s > 1:
-            while (await asyncio.to_thread(client.get, "/ready"))[0] == 200:
-                pass
-            late = await call(port, body(0, 1))
-            assert late.status == 503 and b"stopping" in late.body
-            pause_file.unlink()
-        answers = await streams
-        pause_file.unlink(missing_ok=True)
-        return answers
-
-    with server_process(Settings(factory, grace_s)) as (process, client):
-        answers = asyncio.run(scene(client, process.pid))
-        assert process.wait(timeout=120) == 0
-    if grace_s > 1:
-        assert [answer.text for answer in answers] == expected(range(12), max_tokens)
-    else:
-        assert all("grace time" in answer.events[-1]["error"]["message"] for answer in answers)
-
-
-def test_further_stop_signals_stop_at_once_without_a_traceback(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pause_file = tmp_path / "held"
-    pause_file.touch()
-    factory = msgspec.structs.replace(SIM, pause_file=str(pause_file))
-
-    async def scene(client: Client, pid: int) -> list[Answer]:
-        streams = asyncio.create_task(crowd(client.port, [body(i, 300) for i in range(4)]))
-        await until_running(client, 4)
-        for _ in range(3):
-            os.kill(pid, signal.SIGTERM)
-            await asyncio.sleep(0.05)
-        return await streams
-
-    with server_process(Settings(factory, grace_s=600)) as (process, client):
-        answers = asyncio.run(scene(client, process.pid))
-        pause_file.unlink()
-        assert process.wait(timeout=60) == 0
-    assert len(answers) == 4
-    log = capfd.readouterr().err
-    assert "Traceback" not in log, log
-    assert "draining: 4 open requests have 600 s to finish" in log
-    assert log.count("second signal: aborting 4 open requests") == 1
-
-
 REGEX = "((ab|ba){2}[0-9]{1,3}, ?){9,}"
 AROUND = "start: before @answer\nbefore[lazy]: /(?s:.){12,30};/"
 GRAMMARS: dict[int, dict[str, Any]] = {
@@ -218,18 +150,15 @@ GRAMMARS: dict[int, dict[str, Any]] = {
 
 
 def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
-    """Streams of a real (tiny) pair, whose engine is killed. Every fourth call has a grammar, and
-    half of these calls have free text before it."""
+    """Streams of a real (tiny) pair, whose engine is killed. One has a grammar, another one free
+    text before it."""
     target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
-    settings: dict[str, Any] = {
-        "numerics": "invariant",
-        "random_weights_seed": 0,
-        "lookahead": "fixed:3",
-    }
+    settings: dict[str, Any] = {"numerics": "invariant", "random_weights_seed": 0}
+    settings["lookahead"] = "fixed:3"
     bodies = [
         body(i, 200 - i, temperature=i % 2, prompt=f"def f{i}(a", ignore_eos=True)
         | GRAMMARS.get(i % 8, {})
-        for i in range(32)
+        for i in range(10)
     ]
     fields = ("max_tokens", "seed", "temperature", "ignore_eos", "structured_outputs")
     params = [
@@ -240,11 +169,11 @@ def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
 
     async def scene(served: Served) -> list[Answer]:
         streams = asyncio.create_task(crowd(served.client.port, bodies))
-        goal = served.engine.num_tokens + 1000
+        goal = served.engine.num_tokens + 300
         while served.engine.num_tokens < goal:
             assert not streams.done(), "the streams were too short for the test"
             await asyncio.sleep(0.001)
-        assert served.service.num_requests > 16
+        assert served.service.num_requests > 6
         await kill_and_restart(served.engine)
         return await streams
 
@@ -258,32 +187,3 @@ def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
         assert served.engine.num_starts == 2
         assert sample(served.client, "cbatch:engine_restarts_total") == 1
     assert [answer.text for answer in answers] == undisturbed
-
-
-def test_a_server_whose_engine_is_lost_reports_it_and_exits(tmp_path: Path) -> None:
-    """The engine dies and cannot be restarted."""
-    poison = TOKENIZER.encode("poison")[0]
-    factory = SimFactory(
-        vocab_size=TOKENIZER.vocab_size,
-        step_s=0.02,
-        poison=poison,
-        death="exit",
-        once=str(tmp_path / "once"),
-    )
-
-    async def scene(client: Client) -> list[Answer]:
-        port = client.port
-        streams = asyncio.create_task(crowd(port, [body(i, 400) for i in range(4)]))
-        await until_running(client, 4)
-        first = await call(port, body(4, 400), leave_after_bytes=600)
-        assert first.body, "earlier calls have tokens by now"
-        last = await call(port, body(5, 4, prompt=[poison], stream=False))
-        assert last.status == 503 and "retry-after" not in last.headers
-        return await streams
-
-    with server_process(Settings(factory, grace_s=30, max_deaths=2)) as (process, client):
-        answers = asyncio.run(scene(client))
-        assert process.wait(timeout=120) == 1
-    for answer in answers:
-        *events, error = answer.events
-        assert events and "died 2 times without a token" in error["error"]["message"]

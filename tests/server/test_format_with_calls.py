@@ -1,254 +1,290 @@
-"""A format of the answer leaves the model free to call tools, in every format of calls."""
+"""Grammars of replies: an answer in its format, after a thought, or calls in place of it, in every
+format of thoughts and calls."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from cbatch import FieldError
-from cbatch.core.request.request import SamplingParams
+from cbatch.core.request.request import SamplingParams, StructuredOutputs
 from cbatch.grammars import Grammars
-from cbatch.server.protocol.anthropic_request import parse_messages
+from cbatch.runtime.sampling.structured import Structured
 from cbatch.server.protocol.fields import ApiRequest, PendingPrompt
-from cbatch.server.protocol.requests import parse_chat
-from cbatch.server.protocol.response_store import ResponseStore
-from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.text import TextTokenizer
+from cbatch.text.chat_format import surrounding_grammar
 from cbatch.text.forced_tools import ToolCallPart
 from cbatch.text.reply_reader import ReplyReader
-from tests.server.http_client import toy_model
-from tests.server.scripted import EOS, tokenizer_with
+from cbatch.text.tool_parsers import THOUGHTS
+from tests.server.apis import CHAT, MESSAGES, RESPONSES, body_of
+from tests.server.parsing import read
+from tests.server.scripted import EOS, QWEN, tokenizer_with
 
-QWEN = tokenizer_with(["<think>", "</think>", "<tool_call>", "</tool_call>"], ["<|im_end|>"])
 PLAIN = tokenizer_with()  # marks are text
 MISTRAL = tokenizer_with(special=["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"])
 HARMONY = tokenizer_with(
     special=["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"]
 )
-SCHEMA = {
+_matchers: dict[tuple[int, bytes], Any] = {}
+
+
+def takes(tokenizer: TextTokenizer, outputs: StructuredOutputs | None, text: str) -> bool:
+    """Return True if the whole reply may be `text`."""
+    key = (id(tokenizer), msgspec.json.encode(outputs))
+    if key not in _matchers:
+        assert outputs is not None
+        grammars = Grammars(lambda: tokenizer, tokenizer.vocab_size, (EOS,))
+        _matchers[key] = grammars.matcher(outputs)
+    matcher, ids = _matchers[key].deep_copy(), tokenizer.encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+# ---- after a thought -----------------------------------------------------------------------------
+
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
     "required": ["a"],
     "additionalProperties": False,
 }
 ANSWER, OTHER = '{"a": 1}', '{"b": 1}'
+FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"json": SCHEMA}, ANSWER, OTHER),
+    ({"regex": "[0-9]{2}"}, "42", "4a"),
+    ({"choice": ("yes", "no")}, "yes", "maybe"),
+    ({"grammar": 'root ::= "ja" | "nein"'}, "nein", "na"),
+]
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+# (format, tokenizer, end of the prompt, allowed beginnings before the answer, forbidden ones)
+AFTER_THOUGHTS: list[tuple[str, TextTokenizer, str, list[str], list[str]]] = [
+    (
+        *("qwen3", QWEN, "[assistant]\n"),
+        ["", "<think>Hm</think>", "<think>\n{a <tool_call> 1}\n</think>\n\n", "<think></think>\n"],
+        ["Hm</think>", "</think>", "Hm", "<think>Hm", "<think>a</think>\n\n\n", "\n"],
+    ),
+    (
+        *("qwen3", PLAIN, "[assistant]\n"),
+        ["", "<think>Hm</thinker></think>", "<think>\n{}\n</think>\n\n"],
+        ["Hm</think>", "<think>Hm"],
+    ),
+    (
+        *("deepseek_r1", QWEN, "[assistant]<think>\n"),
+        ["Hm</think>", "</think>\n\n", "<think>{}</think>", "a<tool_call>b</tool_call></think>"],
+        ["", "Hm", "Hm</think>x"],
+    ),
+    ("deepseek_r1", QWEN, "[assistant]", ["Hm</think>", "<think>Hm</think>"], [""]),
+    ("deepseek_r1", PLAIN, "<think>", ["Hm, </thin </think>"], ["Hm, </think"]),
+    ("mistral", MISTRAL, "[/INST]", ["", "[THINK]Hm[/THINK]"], ["Hm", "Hm[/THINK]"]),
+    (
+        *("harmony", HARMONY, "<|start|>assistant"),
+        [FINAL, f"{ANALYSIS}Hm {{}}<|end|><|start|>assistant{FINAL}"],
+        ["", ANALYSIS, f"{ANALYSIS}Hm<|end|>", f"{ANALYSIS}Hm<|end|>{FINAL}"],
+    ),
+]
+
+
+@pytest.mark.parametrize("case", AFTER_THOUGHTS, ids=lambda case: f"{case[0]} {case[2]!r}")
+@pytest.mark.parametrize(("way", "right", "wrong"), FIELDS, ids=lambda fields: str(fields)[:20])
+def test_the_answer_follows_its_grammar_after_the_thought(
+    case: Any, way: dict[str, Any], right: str, wrong: str
+) -> None:
+    name, tokenizer, prompt_end, before, never = case
+    around = surrounding_grammar(THOUGHTS[name], tokenizer, prompt_end)
+    outputs = StructuredOutputs(**way, around=around)
+    for text in before:
+        assert takes(tokenizer, outputs, text + right), text
+        for bad in (text + wrong, text, f"{text}{right}x"):
+            assert not takes(tokenizer, outputs, bad), bad
+    for text in never:
+        assert not takes(tokenizer, outputs, text + right), text
+
+
+def test_no_control_token_ends_a_thought() -> None:
+    around = surrounding_grammar(THOUGHTS["deepseek_r1"], QWEN, "<think>")
+    outputs = StructuredOutputs(choice=("yes",), around=around)
+    structured = Structured(
+        Grammars(lambda: QWEN, QWEN.vocab_size, (EOS,)), outputs, QWEN.vocab_size
+    )
+    row = torch.zeros(QWEN.vocab_size)
+    structured.shape(row)
+    forbidden = {i for i in range(QWEN.vocab_size) if row[i] != 0}
+    assert forbidden == QWEN.special_ids and EOS in forbidden
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "mistral"])
+def test_a_thought_closed_by_the_prompt_needs_no_surrounding_grammar(name: str) -> None:
+    thoughts = THOUGHTS[name]
+    closed = f"x{thoughts.open_mark}\n\n{thoughts.close_mark}\n\n"
+    assert surrounding_grammar(thoughts, QWEN, closed) is None
+
+
+# ---- or calls ------------------------------------------------------------------------------------
+
+INNER = {"type": "json_schema", "schema": SCHEMA}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 FREE, STRICT = "free", "strict.one"  # names of functions
 FUNCTIONS = [{"name": FREE}, {"name": STRICT, "parameters": SCHEMA, "strict": True}]
 TOOLS = [{"type": "function", "function": each} for each in FUNCTIONS]
-USER = {"role": "user", "content": "q"}
-BODY = {"messages": [USER], "tools": TOOLS, "response_format": FORMAT}
+BODY = body_of(CHAT, tools=TOOLS, response_format=FORMAT)
+THOUGHT = f"{ANALYSIS}Hm.<|end|><|start|>assistant"
+TO = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+OTHER_ORDER = " to=functions.{}<|channel|>commentary <|constrain|>json<|message|>{}"
+HERMES = "<tool_call>\n{{" + '"name": "{}", "arguments": {}' + "}}\n</tool_call>"
+OBJECT = "{{" + '"name": "{}", "arguments": {}' + "}}"
 
 
-def hermes(*calls: tuple[str, str]) -> str:
-    return "\n".join(
-        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-        for name, arguments in calls
-    )
+class Form(msgspec.Struct):
+    """A format of calls: `joined` is a text with the calls, each as `call`. `final` begins the
+    answer. `prompt` is its end, and `beginnings` those of replies."""
+
+    parser: str
+    tokenizer: TextTokenizer
+    call: str
+    separator: str = ""
+    joined: str = "{}"
+    final: str = ""
+    reasoning: str = "none"
+    prompt: str = ""
+    beginnings: tuple[str, ...] = ("",)
+
+    def write(self, *calls: tuple[str, str]) -> str:
+        return self.joined.format(self.separator.join(self.call.format(*call) for call in calls))
 
 
-def llama(*calls: tuple[str, str]) -> str:
-    return "; ".join(
-        f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in calls
-    )
-
-
-def mistral(*calls: tuple[str, str]) -> str:
-    written = ", ".join(
-        f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls
-    )
-    return f"[TOOL_CALLS] [{written}]"
-
-
-def new_mistral(*calls: tuple[str, str]) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
-
-
-def harmony(*calls: tuple[str, str]) -> str:
-    return "".join(
-        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
-        for name, arguments in calls
-    )
-
-
-def other_harmony(*calls: tuple[str, str]) -> str:
-    return (
-        harmony(*calls)
-        .replace("<|channel|>commentary to=", " to=")
-        .replace(" <|constrain|>json", "<|channel|>commentary <|constrain|>json")
-    )
-
-
-ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-FINAL = "<|channel|>final<|message|>"
-# parser, writer of calls, tokenizer, text before the answer, thoughts (parser, end of the prompt
-# and beginnings of replies)
-Thoughts = tuple[str, str, list[str]]
-CASES: dict[str, tuple[str, Any, TextTokenizer, str, Thoughts]] = {
-    "hermes": ("hermes", hermes, QWEN, "", ("none", "", [""])),
-    "hermes, marks are text": ("hermes", hermes, PLAIN, "", ("none", "", [""])),
-    "hermes with thoughts": ("hermes", hermes, QWEN, "", ("qwen3", "", ["", "<think>a</think>\n"])),
-    "hermes in a thought": (
-        "hermes",
-        hermes,
-        QWEN,
-        "",
-        ("deepseek_r1", "<think>", ["a</think>", "</think>\n\n"]),
+OF_HARMONY: dict[str, Any] = {"final": FINAL, "reasoning": "harmony"}
+OF_HARMONY |= {"prompt": "<|start|>assistant", "beginnings": ("", THOUGHT)}
+FORMS = {
+    "hermes": Form("hermes", QWEN, HERMES, "\n"),
+    "hermes, marks are text": Form("hermes", PLAIN, HERMES, "\n"),
+    "hermes with thoughts": Form(
+        *("hermes", QWEN, HERMES, "\n"), reasoning="qwen3", beginnings=("", "<think>a</think>\n")
     ),
-    "hermes, closed thought": ("hermes", hermes, QWEN, "", ("qwen3", "<think></think>", [""])),
-    "llama3_json": ("llama3_json", llama, PLAIN, "", ("none", "", [""])),
-    "mistral": ("mistral", mistral, MISTRAL, "", ("none", "", [""])),
-    "mistral, newer": (
-        "mistral",
-        new_mistral,
-        MISTRAL,
-        "",
-        ("mistral", "", ["", "[THINK]a[/THINK]"]),
+    "hermes in a thought": Form(
+        *("hermes", QWEN, HERMES, "\n"),
+        reasoning="deepseek_r1",
+        prompt="<think>",
+        beginnings=("a</think>", "</think>\n\n"),
     ),
-    "harmony": (
-        "harmony",
-        harmony,
-        HARMONY,
-        FINAL,
-        ("harmony", "<|start|>assistant", ["", ANALYSIS]),
+    "hermes, closed thought": Form(
+        *("hermes", QWEN, HERMES, "\n"), reasoning="qwen3", prompt="<think></think>"
     ),
-    "harmony, other order": (
-        "harmony",
-        other_harmony,
-        HARMONY,
-        FINAL,
-        ("harmony", "<|start|>assistant", ["", ANALYSIS]),
+    "llama3_json": Form("llama3_json", PLAIN, OBJECT.replace("arguments", "parameters"), "; "),
+    "mistral": Form("mistral", MISTRAL, OBJECT, ", ", "[TOOL_CALLS] [{}]"),
+    "mistral, newer": Form(
+        *("mistral", MISTRAL, "[TOOL_CALLS]{}[ARGS]{}"),
+        reasoning="mistral",
+        beginnings=("", "[THINK]a[/THINK]"),
     ),
+    "harmony": Form("harmony", HARMONY, TO, **OF_HARMONY),
+    "harmony, other order": Form("harmony", HARMONY, OTHER_ORDER, **OF_HARMONY),
 }
+EACH_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-def request_of(case: Any, **change: Any) -> tuple[ApiRequest, SamplingParams]:
-    """Return the request, and its parameters after the prompt is known."""
-    parser, _, tokenizer, _, (reasoning, prompt, _) = case
-    options: Any = {"tokenizer": tokenizer, "tool_parser": parser, "reasoning_parser": reasoning}
-    model = toy_model(prompt, vocab_size=tokenizer.vocab_size, max_model_len=4096, **options)
-    request = parse_chat(json.dumps(BODY | change).encode(), model)
+def request_of(form: Form, **change: Any) -> tuple[ApiRequest, StructuredOutputs | None]:
+    """Return the request, and its grammar after the prompt is known."""
+    options: dict[str, Any] = {"tokenizer": form.tokenizer, "tool_parser": form.parser}
+    options |= {"vocab_size": form.tokenizer.vocab_size, "max_model_len": 4096}
+    options["reasoning_parser"] = form.reasoning
+    return constrained(read(CHAT, BODY | change, form.prompt, **options))
+
+
+def constrained(request: ApiRequest) -> tuple[ApiRequest, StructuredOutputs | None]:
     (pending,) = request.prompts
     assert isinstance(pending, PendingPrompt) and pending.constrain is not None
-    return request, pending.constrain(request.params, pending.make())
+    params: SamplingParams = pending.constrain(request.params, pending.make())
+    return request, params.structured_outputs
 
 
-def takes(tokenizer: TextTokenizer, params: SamplingParams, text: str) -> bool:
-    """Return True if the whole reply may be `text`."""
-    grammars = Grammars(lambda: tokenizer, tokenizer.vocab_size, (EOS,))
-    assert params.structured_outputs is not None
-    matcher, ids = grammars.matcher(params.structured_outputs), tokenizer.encode(text)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_reply_is_an_answer_in_the_format_or_calls(case: Any) -> None:
-    _, write, tokenizer, mark, (_, prompt, beginnings) = case
-    request, params = request_of(case)
-    only_one = write in (harmony, other_harmony)
-    one, two = (FREE, '{"x": [1]}'), (STRICT, '{"a": 2}')
-    for before in beginnings:
-        assert takes(tokenizer, params, before + mark + ANSWER)
-        assert not takes(tokenizer, params, before + mark + OTHER)
-        for calls in ([one], [two], [one, two])[: 2 if only_one else 3]:
-            assert takes(tokenizer, params, before + write(*calls)), before + write(*calls)
-            assert request.reply is not None
-            reader = ReplyReader(request.reply, prompt)
-            parts = [*reader.push(before + write(*calls)), *reader.finish()]
-            read = [(p.name, p.arguments) for p in parts if isinstance(p, ToolCallPart)]
-            assert read == calls
+@EACH_FORM
+def test_the_reply_is_an_answer_in_the_format_or_calls(form: Form) -> None:
+    request, outputs = request_of(form)
+    assert request.reply is not None
+    tokenizer, one, two = form.tokenizer, (FREE, '{"x": [1]}'), (STRICT, '{"a": 2}')
+    for before in form.beginnings:
+        assert takes(tokenizer, outputs, before + form.final + ANSWER)
+        assert not takes(tokenizer, outputs, before + form.final + OTHER)
+        for calls in ([one], [two], [one, two])[: 2 if form.parser == "harmony" else 3]:
+            text = before + form.write(*calls)
+            assert takes(tokenizer, outputs, text), text
+            reader = ReplyReader(request.reply, form.prompt)
+            parts = [*reader.push(text), *reader.finish()]
+            assert [(p.name, p.arguments) for p in parts if isinstance(p, ToolCallPart)] == calls
         for wrong in (("other", "{}"), (STRICT, OTHER), (FREE, "[1]")):
-            assert not takes(tokenizer, params, before + write(wrong))
-        assert not takes(tokenizer, params, f"{before}I look.{write(one)}")
-        assert not takes(tokenizer, params, before + write(one) + ANSWER)
+            assert not takes(tokenizer, outputs, before + form.write(wrong))
+        assert not takes(tokenizer, outputs, f"{before}I look.{form.write(one)}")
+        assert not takes(tokenizer, outputs, before + form.write(one) + ANSWER)
     assert not [name for name in request.ignored if name.endswith("strict")]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_tool_choice_and_parallel_calls(case: Any) -> None:
-    _, write, tokenizer, mark, (_, _, (before, *_)) = case
+@EACH_FORM
+def test_tool_choice_and_parallel_calls(form: Form) -> None:
+    tokenizer, (before, *_) = form.tokenizer, form.beginnings
     one, two = (FREE, "{}"), (STRICT, '{"a": 2}')
-    _, single = request_of(case, parallel_tool_calls=False)
-    assert takes(tokenizer, single, before + write(one))
-    assert not takes(tokenizer, single, before + write(one, two))
-    _, none = request_of(case, tool_choice="none")
-    assert takes(tokenizer, none, before + mark + ANSWER)
-    assert not takes(tokenizer, none, before + write(one))
+    _, single = request_of(form, parallel_tool_calls=False)
+    assert takes(tokenizer, single, before + form.write(one))
+    assert not takes(tokenizer, single, before + form.write(one, two))
+    _, none = request_of(form, tool_choice="none")
+    assert takes(tokenizer, none, before + form.final + ANSWER)
+    assert not takes(tokenizer, none, before + form.write(one))
     named = {"type": "function", "function": {"name": STRICT}}
     for choice, forced in (
         ("required", '[{"name": "strict.one", "arguments": {"a": 2}}]'),
         (named, '{"a": 2}'),
     ):
-        _, params = request_of(case, tool_choice=choice, response_format={"type": "json_object"})
-        assert takes(tokenizer, params, before + mark + forced), "the call is forced, as without"
-        assert not takes(tokenizer, params, before + mark + OTHER)
+        _, outputs = request_of(form, tool_choice=choice, response_format={"type": "json_object"})
+        assert takes(tokenizer, outputs, before + form.final + forced), "forced, as without"
+        assert not takes(tokenizer, outputs, before + form.final + OTHER)
 
 
-WAYS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "an object": ({"response_format": {"type": "json_object"}}, OTHER, "[1]"),
-    "a pattern": ({"structured_outputs": {"regex": "[0-9]+"}}, "42", "4a"),
-    "a choice": ({"guided_choice": ["yes", "no"]}, "no", "maybe"),
-    "GBNF": ({"guided_grammar": 'root ::= "ja" | "nein"'}, "nein", "na"),
-}
+WAYS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_object"}}, OTHER, "[1]"),
+    ({"structured_outputs": {"regex": "[0-9]+"}}, "42", "4a"),
+    ({"guided_choice": ["yes", "no"]}, "no", "maybe"),
+    ({"guided_grammar": 'root ::= "ja" | "nein"'}, "nein", "na"),
+]
 
 
-@pytest.mark.parametrize(("way", "right", "wrong"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("way", "right", "wrong"), WAYS, ids=lambda way: str(way)[:20])
 def test_every_constraint_leaves_calls_possible(way: Any, right: str, wrong: str) -> None:
     for name in ("hermes with thoughts", "llama3_json", "mistral", "harmony"):
-        case = CASES[name]
-        _, write, tokenizer, mark, (_, _, beginnings) = case
-        _, params = request_of(case, **({"response_format": None} | way))
-        for before in beginnings:
-            assert takes(tokenizer, params, before + mark + right)
-            assert not takes(tokenizer, params, before + mark + wrong)
-            assert takes(tokenizer, params, before + write((FREE, "{}")))
+        form = FORMS[name]
+        _, outputs = request_of(form, **({"response_format": None} | way))
+        for before in form.beginnings:
+            assert takes(form.tokenizer, outputs, before + form.final + right)
+            assert not takes(form.tokenizer, outputs, before + form.final + wrong)
+            assert takes(form.tokenizer, outputs, before + form.write((FREE, "{}")))
 
 
 def test_an_own_surrounding_grammar_is_kept_and_tools_are_checked() -> None:
     own = {"regex": "[0-9]+", "around": 'start: "=" @answer'}
-    case = CASES["hermes"]
-    request, params = request_of(case, response_format=None, structured_outputs=own)
-    assert takes(case[2], params, "=42") and not takes(case[2], params, hermes((FREE, "{}")))
+    form = FORMS["hermes"]
+    request, outputs = request_of(form, response_format=None, structured_outputs=own)
+    assert takes(QWEN, outputs, "=42") and not takes(QWEN, outputs, form.write((FREE, "{}")))
     assert "tools[1].function.strict" in request.ignored
     with pytest.raises(FieldError, match=r"tools\[1\].function.name: 'free' appears twice"):
-        request_of(case, tools=[TOOLS[0], TOOLS[0]])
+        request_of(form, tools=[TOOLS[0], TOOLS[0]])
 
 
-def responses(raw: bytes, model: Any) -> ApiRequest:
-    return parse_responses(raw, model, ResponseStore(2**20, 3600).of(None))
-
-
-INNER = {"type": "json_schema", "schema": SCHEMA}
-INPUTS = [{"name": each["name"], "input_schema": {"type": "object"}} for each in FUNCTIONS]
-APIS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (parse_chat, BODY),
-    "responses": (
-        responses,
-        {
-            "input": "q",
-            "tools": [{"type": "function", **each} for each in FUNCTIONS],
-            "text": {"format": INNER | {"name": "x"}},
-        },
-    ),
-    "messages": (
-        parse_messages,
-        {"messages": [USER], "max_tokens": 9, "tools": INPUTS, "output_config": {"format": INNER}},
-    ),
-    "messages, older name": (
-        parse_messages,
-        {"messages": [USER], "max_tokens": 9, "tools": INPUTS, "output_format": INNER},
-    ),
+FORMAT_OF: dict[str, dict[str, Any]] = {
+    CHAT: {"tools": TOOLS, "response_format": FORMAT},
+    RESPONSES: {
+        "tools": [{"type": "function", **each} for each in FUNCTIONS],
+        "text": {"format": INNER | {"name": "x"}},
+    },
+    MESSAGES: {
+        "tools": [{"name": each["name"], "input_schema": {"type": "object"}} for each in FUNCTIONS],
+        "output_config": {"format": INNER},
+    },
 }
 
 
-@pytest.mark.parametrize(("parse", "body"), APIS.values(), ids=APIS)
-def test_in_every_api(parse: Any, body: dict[str, Any]) -> None:
-    model = toy_model("", tokenizer=QWEN, tool_parser="hermes", reasoning_parser="qwen3")
-    request = parse(json.dumps(body).encode(), model)
-    (pending,) = request.prompts
-    params = pending.constrain(request.params, pending.make())
+@pytest.mark.parametrize("path", FORMAT_OF)
+def test_in_every_api(path: str) -> None:
+    _, outputs = constrained(read(path, body_of(path) | FORMAT_OF[path], "", max_model_len=4096))
     for before in ("", "<think>a</think>\n\n"):
-        assert takes(QWEN, params, before + hermes((FREE, "{}")))
-        assert takes(QWEN, params, before + ANSWER) and not takes(QWEN, params, before + OTHER)
+        assert takes(QWEN, outputs, before + FORMS["hermes"].write((FREE, "{}")))
+        assert takes(QWEN, outputs, before + ANSWER) and not takes(QWEN, outputs, before + OTHER)

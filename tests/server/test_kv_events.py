@@ -17,15 +17,14 @@ from cbatch.steplog.recorded_run import RecordedRun
 from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import engines_of, read_step_log, replay
 from sim.workload.traces.step_log import joined, read_recording
-from tests.checking.executor import Faults
-from tests.checking.follower import Follower, cached_prefixes, digest, digest_of_root
+from tests.checking.follower import Follower, digest, digest_of_root
 from tests.checking.invariants import check_scheduler
 from tests.helpers import World, make_request
 from tests.kv_events.client import WAIT_MS, Subscriber, subscribed
 from tests.process.factories import SIZES, SimFactory
-from tests.server.http_client import sample, serving, wait_until
+from tests.server.http_client import sample
 from tests.server.processes import Answer, Served, call, serving_process
-from tests.toy_engine import TOKENIZER, make_engine
+from tests.toy_engine import TOKENIZER
 
 BODY: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 40, "return_token_ids": True}
 
@@ -47,109 +46,91 @@ def hear_all(publisher: KVEventPublisher, subscriber: Subscriber) -> Follower:
     return subscriber.follower
 
 
-def test_a_gateway_can_follow_the_cache(tmp_path: Path) -> None:
-    """The pool is small, calls have salts, clients disconnect, and the executor fails twice."""
-    faults = Faults(raise_at_runs=frozenset({30, 90}))
-    engine = make_engine(
-        kv_events=True, num_blocks=60, max_model_len=128, lookahead="off", faults=faults
-    )
-    salts = (None, "alice", "bob")
-
-    async def calls(port: int) -> None:
-        work = []
-        for i in range(24):
-            body = BODY | {"prompt": "def add" + "ab" * (i % 5), "cache_salt": salts[i % 3]}
-            leave = 1 if i % 4 == 3 else None
-            work.append(call(port, body | {"stream": True}, leave_after_bytes=leave))
-        await asyncio.gather(*work)
-
-    with (
-        followed(tmp_path) as (publisher, subscriber),
-        serving(engine, kv_events=publisher) as client,
-    ):
-        scheduler, follower = engine.scheduler, subscriber.follower
-        for _ in range(2):
-            asyncio.run(calls(client.port))
-            wait_until(lambda: not (scheduler.has_work or scheduler.num_in_flight))
-            wait_until(
-                lambda: (
-                    hear_all(publisher, subscriber).prefixes
-                    == cached_prefixes(scheduler.state.pool, salts)
-                )
-            )
-        assert min(follower.num_events[f"Block{what}"] for what in ("Stored", "Removed")) > 10
-        assert follower.num_events["AllBlocksCleared"] == 3, "at the start, and for each fault"
-        assert sample(client, "cbatch:kv_event_batches_total") == publisher.num_published
-        assert sample(client, "cbatch:kv_event_batches_dropped_total") == 0
-        cache_labels = {"block_size": "4", "num_gpu_blocks": "60", "kv_cache_size_tokens": "240"}
-        assert (
-            sample(client, "vllm:cache_config_info", enable_prefix_caching="True", **cache_labels)
-            == 1
-        )
+def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
+    salted = BODY | {"cache_salt": "alice", "stream": True}
+    return [salted | {"max_tokens": tokens - i, "seed": i} for i in range(count)]
 
 
-def test_the_cache_is_empty_after_the_engines_death(tmp_path: Path) -> None:
-    """The engine is killed during a stream, with blocks of finished calls in its cache. Only blocks
-    of the next engine are left: those of the stream, which continues, and of a later call."""
-    pause_file = tmp_path / "held"
-    pause_file.touch()
-    factory = SimFactory(
-        vocab_size=TOKENIZER.vocab_size, pause_file=str(pause_file), sizes={"kv_events": True}
-    )
-
-    async def scene(served: Served) -> list[Answer]:
-        port = served.client.port
-        await call(port, BODY | {"prompt": "it is over before"})
-        stream = asyncio.create_task(call(port, BODY | {"max_tokens": 300, "stream": True}))
-        while served.engine.num_tokens < 100:
-            await asyncio.sleep(0.002)
-        assert served.engine.pid is not None
-        pause_file.unlink()
-        os.kill(served.engine.pid, signal.SIGKILL)
-        return [await stream, await call(port, BODY | {"prompt": "it comes after", "stream": True})]
-
-    with followed(tmp_path) as (publisher, subscriber):
-        with serving_process(factory, kv_events=publisher) as served:
-            answers = asyncio.run(scene(served))
-            follower = hear_all(publisher, subscriber)
-        assert follower.num_events["AllBlocksCleared"] == 2, "at the start, and for the death"
-        expected = set[bytes]()
-        for answer in answers:
-            choices = [choice for event in answer.events for choice in event["choices"]]
-            output = [i for choice in choices for i in choice["token_ids"]]
-            expected |= whole_blocks([*choices[0]["prompt_token_ids"], *output])
-        assert follower.prefixes == expected and len(expected) > 80
-        while follower.blocks:
-            assert subscriber.hear(WAIT_MS), "nothing is cached once the server has ended"
+def ids_of(answer: Answer) -> tuple[list[int], list[int]]:
+    """Return the token ids of the prompt and of the output."""
+    choices = [choice for event in answer.events for choice in event["choices"]]
+    return choices[0]["prompt_token_ids"], [i for choice in choices for i in choice["token_ids"]]
 
 
-def whole_blocks(tokens: list[int]) -> set[bytes]:
+def whole_blocks(tokens: list[int], salt: str | None) -> set[bytes]:
     """Return digests of all whole blocks of the tokens except the last, whose KV is never
     computed."""
-    size, before, digests = SIZES["block_size"], digest_of_root(None), set()
+    size, before, digests = SIZES["block_size"], digest_of_root(salt), set()
     for at in range(0, (len(tokens) - 1) // size * size, size):
         before = digest(before, tokens[at : at + size])
         digests.add(before)
     return digests
 
 
-RECORDED_BODY: dict[str, Any] = {
-    "prompt": "def add(a, b):",
-    "stream": True,
-    "return_token_ids": True,
-}
+def test_cache_and_log_after_the_engines_death(tmp_path: Path) -> None:
+    """The engine is killed during streams, with blocks of a finished call in its cache. Only blocks
+    of the next engine are left: those of the streams, which continue, and of a later call. The log
+    goes on, and the trace has each request once, with the tokens that its client received."""
+    path, pause_file = tmp_path / "steps.jsonl", tmp_path / "held"
+    pause_file.touch()
+    factory = SimFactory(
+        vocab_size=TOKENIZER.vocab_size,
+        pause_file=str(pause_file),
+        record=str(path),
+        sizes={"kv_events": True},
+    )
 
+    async def scene(served: Served) -> list[Answer]:
+        port = served.client.port
+        await call(port, BODY | {"prompt": "it is over before"})
+        calls = (call(port, body) for body in bodies(8, 300))
+        streams = asyncio.ensure_future(asyncio.gather(*calls))
+        while served.service.num_requests < 8 or served.engine.num_tokens < 100:
+            await asyncio.sleep(0.002)
+        assert served.engine.pid is not None
+        pause_file.unlink()
+        os.kill(served.engine.pid, signal.SIGKILL)
+        later = BODY | {"prompt": "it comes after", "stream": True}
+        return [*await streams, await call(port, later)]
 
-def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
-    return [RECORDED_BODY | {"max_tokens": tokens - i, "seed": i} for i in range(count)]
+    with followed(tmp_path) as (publisher, subscriber):
+        with serving_process(factory, kv_events=publisher) as served:
+            answers = asyncio.run(scene(served))
+            assert served.engine.num_starts == 2
+            follower = hear_all(publisher, subscriber)
+            batches = sample(served.client, "cbatch:kv_event_batches_total")
+            assert batches == publisher.num_published
+            assert sample(served.client, "cbatch:kv_event_batches_dropped_total") == 0
+            sizes = {"block_size": "4", "num_gpu_blocks": "2048", "kv_cache_size_tokens": "8192"}
+            assert sample(served.client, "vllm:cache_config_info", **sizes) == 1
+        assert follower.num_events["AllBlocksCleared"] == 2, "at the start, and for the death"
+        expected = set[bytes]()
+        for number, answer in enumerate(answers):
+            prompt, output = ids_of(answer)
+            expected |= whole_blocks([*prompt, *output], "alice" if number < 8 else None)
+        assert follower.prefixes == expected and len(expected) > 80
+        while follower.blocks:
+            assert subscriber.hear(WAIT_MS), "nothing is cached once the server has ended"
 
+    log = read_step_log(path)
+    assert log.warning is None, "it was not closed"
+    assert sum(isinstance(event, Configured) for event in log.events) == 2
+    added = [event for event in log.events if isinstance(event, Added)]
+    assert any(event.output for event in added)
+    emitted = 0
 
-async def crowd(port: int, given: list[dict[str, Any]]) -> list[Answer]:
-    return await asyncio.gather(*(call(port, each) for each in given))
+    def count(commit: Commit) -> None:
+        nonlocal emitted
+        emitted += sum(len(row.tokens) for row in commit.updates())
 
-
-def token_ids(answer: Answer) -> list[int]:
-    return [i for event in answer.events for i in event["choices"][0]["token_ids"]]
+    for engine in engines_of(log.events):
+        check_scheduler(replay(engine, on_commit=count))
+    assert emitted > 400
+    recorded = joined(map(RecordedRun, engines_of(log.events)))
+    assert len(recorded) == 10 and all(each.ended for each in recorded)
+    salted = [each for each in recorded if each.request.cache_salt == "alice"]
+    lengths = {each.request.seed: len(each.output) for each in salted}
+    assert lengths == {i: len(ids_of(answer)[1]) for i, answer in enumerate(answers[:8])}
 
 
 def test_prompts_with_different_salts_share_no_prefix_in_the_trace(tmp_path: Path) -> None:
@@ -163,45 +144,3 @@ def test_prompts_with_different_salts_share_no_prefix_in_the_trace(tmp_path: Pat
     requests, *_ = read_recording(path)
     assert [each.hash_ids for each in requests].count(requests[1].hash_ids) == 2
     assert len({name for each in requests for name in each.hash_ids or ()}) == 3 * 10
-
-
-def test_the_log_continues_in_the_next_engine(tmp_path: Path) -> None:
-    """The engine is killed during a stream, and the next engine appends to the log. The trace has
-    each request once, with the tokens that its client received."""
-    path = tmp_path / "steps.jsonl"
-    pause_file = tmp_path / "held"
-    pause_file.touch()
-    factory = SimFactory(
-        vocab_size=TOKENIZER.vocab_size, record=str(path), pause_file=str(pause_file)
-    )
-
-    async def scene(served: Served) -> list[Answer]:
-        streams = asyncio.create_task(crowd(served.client.port, bodies(8, 300)))
-        while served.service.num_requests < 8 or b'"Added"' not in path.read_bytes():
-            await asyncio.sleep(0.002)
-        assert served.engine.pid is not None
-        pause_file.unlink()
-        os.kill(served.engine.pid, signal.SIGKILL)
-        return await streams
-
-    with serving_process(factory) as served:
-        answers = asyncio.run(scene(served))
-        assert served.engine.num_starts == 2
-    log = read_step_log(path)
-    assert log.warning is None, "it was not closed"
-    assert sum(isinstance(event, Configured) for event in log.events) == 2
-    assert any(isinstance(event, Added) and event.output for event in log.events)
-    emitted = 0
-
-    def count(commit: Commit) -> None:
-        nonlocal emitted
-        emitted += sum(len(row.tokens) for row in commit.updates())
-
-    for engine in engines_of(log.events):
-        check_scheduler(replay(engine, on_commit=count))
-    assert emitted > 400
-    recorded = joined(map(RecordedRun, engines_of(log.events)))
-    assert all(each.ended for each in recorded)
-    by_seed = {each.request.seed: len(each.output) for each in recorded}
-    assert len(recorded) == 8
-    assert by_seed == {i: len(token_ids(answer)) for i, answer in enumerate(answers)}

@@ -41,16 +41,3 @@ def test_ready_lists_the_kernels_that_are_still_compiled(
         wait_until(lambda: compiling() is None, limit_s=60)
     assert f"still compiling: {SHAPED}\n" in caplog.text
     assert "still compiling: nothing" in caplog.text
-
-
-def test_a_client_that_disconnects_does_not_wait_for_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = held_kernels(tmp_path, monkeypatch)
-    engine = make_engine(background_kernels=late.kernels, depth=1)
-    with serving(engine) as client:
-        with client.open(BODY | {"presence_penalty": 0.5, "timeout": 0.3}) as response:
-            assert response.status == 408
-        wait_until(lambda: engine.core.waiting_for_kernels == {})
-        late.end()
-        assert client.post(BODY | {"presence_penalty": 0.5})[0] == 200

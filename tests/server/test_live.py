@@ -28,9 +28,9 @@ from cbatch.server.serving import live_feed as live_module
 from cbatch.server.serving.live_feed import MAX_UNREAD, LiveFeed
 from cbatch.server.serving.metrics import Metrics
 from tests.process.factories import SimFactory
+from tests.server.engines import PROMPT, SlowEngine
 from tests.server.http_client import Client, serving, wait_until
 from tests.server.processes import serving_process
-from tests.server.test_app import PROMPT, SlowEngine
 from tests.toy_engine import TOKENIZER, make_engine
 
 FOLDER = Path(cbatch.server.http.__file__).parent / "page"
@@ -61,22 +61,24 @@ def frames(response: HTTPResponse, limit_s: float = 20) -> Iterator[dict[str, An
 
 
 def test_the_page_loads_only_its_own_files() -> None:
-    assert {path.name for path in FOLDER.iterdir()} == {
-        "page.html",
-        "page.css",
-        "page.js",
-        "draw.js",
-        "slots.js",
-    }
+    names = {"page.html", "page.css", "page.js", "draw.js", "slots.js"}
+    assert {path.name for path in FOLDER.iterdir()} == names
     for path in FOLDER.iterdir():
         text = path.read_text()
         assert not OUTSIDE.search(text), path
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
     html = (FOLDER / "page.html").read_text()
-    assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", html), (
-        "inline: the policy forbids it"
-    )
+    assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", html), "inline: it is forbidden"
     assert OUTSIDE.search("<script src='//cdn.example.org/x.js'>") and OUTSIDE.search("http://a.b")
+
+
+def test_the_page_reads_the_engine_s_metrics_at_their_places() -> None:
+    """Metrics come as an array, in the order of the fields."""
+    page = (FOLDER / "page.js").read_text("utf-8")
+    (pattern,) = re.findall(r"const \[([^\]]*)\] =\s*frame\.view\.stats", page)
+    names = [re.sub(r"[A-Z]", lambda m: f"_{m[0].lower()}", n.strip()) for n in pattern.split(",")]
+    pairs = zip(names, EngineMetrics.__struct_fields__, strict=True)
+    assert all(name in field for name, field in pairs)
 
 
 def test_the_page_needs_no_key_and_its_stream_does() -> None:
@@ -99,11 +101,8 @@ def test_a_stream_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None
         assert response.getheader("content-type", "").startswith("text/event-stream")
         assert response.readline() == b"event: hello\n"
         hello = json.loads(response.readline().removeprefix(b"data: "))
-        assert (hello["policy"], hello["max_lookahead"], hello["has_chat_template"]) == (
-            "fixed",
-            3,
-            False,
-        )
+        assert (hello["policy"], hello["max_lookahead"]) == ("fixed", 3)
+        assert hello["has_chat_template"] is False
         with client.open(LONG | {"max_tokens": 960}) as stream:
             call = json.loads(stream.readline().removeprefix(b"data: "))["id"]
             drafted = accepted = num_looks = 0
@@ -138,47 +137,41 @@ def test_the_engine_is_queried_only_while_a_client_watches(monkeypatch: pytest.M
 
     monkeypatch.setattr(Monitor, "rows", counted)
     slow = SlowEngine(monkeypatch)
+    short = LONG | {"stream": False, "max_tokens": 60}
     with serving(slow.engine) as client:
-        client.post(LONG | {"stream": False, "max_tokens": 60})
+        client.post(short)
         assert looks == [0]
         with watching(client) as first, watching(client):
             next(frames(first))
-            client.post(LONG | {"stream": False, "max_tokens": 120})
+            client.post(short | {"max_tokens": 120})
             assert looks[0] > 0
-            state = slow.engine.scheduler.stats
-            assert looks[0] < state.steps / 2, "it was called for every step"
+            assert looks[0] < slow.engine.scheduler.stats.steps / 2, "called for every step"
 
         def unseen() -> bool:
             before = looks[0]
-            client.post(LONG | {"stream": False, "max_tokens": 60})
+            client.post(short)
             return looks[0] == before
 
         wait_until(unseen)  # once the server knows that they have left
 
 
 def test_a_new_page_shows_an_idle_engine_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second page causes no request to the engine."""
+    """The second page causes no request to the engine, and a third is too many."""
     monkeypatch.setattr(process, "HEARTBEAT_S", 25.0)
-    with serving(make_engine(num_blocks=64)) as client, watching(client) as first:
-        view = next(frame["view"] for frame in frames(first) if frame.get("view"))
-        assert view["slots"] == [] and sum(view["blocks"][1]) == 0
-        with watching(client) as second:
-            assert next(frames(second))["view"] == view
-
-
-def test_the_number_of_open_pages_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MAX_WATCHERS", 1)
-    with serving(make_engine()) as client:
+    monkeypatch.setattr(live_module, "MAX_WATCHERS", 2)
+    with serving(make_engine(num_blocks=64)) as client:
         with watching(client) as first:
-            next(frames(first))
-            with watching(client) as second:
-                assert second.status == 503 and second.getheader("retry-after") == "10"
-        wait_until(lambda: _admitted(client))
+            view = next(frame["view"] for frame in frames(first) if frame.get("view"))
+            assert view["slots"] == [] and sum(view["blocks"][1]) == 0
+            with watching(client) as second, watching(client) as third:
+                assert next(frames(second))["view"] == view
+                assert third.status == 503 and third.getheader("retry-after") == "10"
 
+        def admitted() -> bool:
+            with watching(client) as response:
+                return response.status == 200
 
-def _admitted(client: Client) -> bool:
-    with watching(client) as response:
-        return response.status == 200
+        wait_until(admitted)
 
 
 class Stub:
@@ -244,13 +237,3 @@ def test_the_feed_continues_after_the_engine_is_killed() -> None:
                 if frame["restarts"]:
                     break
         assert seen[:2] == [0, 0] and seen[-1] == 1
-
-
-def test_the_page_reads_the_engine_s_metrics_at_their_places() -> None:
-    """Metrics come as an array, in the order of the fields."""
-    page = Path(cbatch.server.http.__file__).parent / "page" / "page.js"
-    (pattern,) = re.findall(r"const \[([^\]]*)\] =\s*frame\.view\.stats", page.read_text("utf-8"))
-    names = [re.sub(r"[A-Z]", lambda m: f"_{m[0].lower()}", n.strip()) for n in pattern.split(",")]
-    fields = EngineMetrics.__struct_fields__
-    assert len(names) == len(fields)
-    assert all(name in field for name, field in zip(names, fields, strict=True))

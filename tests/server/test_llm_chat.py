@@ -11,7 +11,8 @@ import pytest
 
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.engine.model_files import chat_template_of
-from tests.server.http_client import CHAT, Client, serving
+from tests.server.apis import CHAT
+from tests.server.http_client import Client, serving
 from tests.test_llm import write_model
 
 # A template of a model that thinks, with tools and a variable.
@@ -26,54 +27,47 @@ TEMPLATE = """\
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif -%}
 """
 SAMPLING: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 7}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "add", "parameters": {"type": "object", "color": 1}, "owner": "me"},
-    }
-]
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "y"]}},
     "required": ["a"],
     "additionalProperties": False,
 }
+PARAMETERS = {"type": "object", "color": 1}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "owner": "me"}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
+def user(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": content}
 
 
-CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one message": [user("def f(")],
-    "control tokens in a message": [user("a<|endoftext|>b")],
-    "a system message": [{"role": "system", "content": "be nice"}, user("def f(")],
-    "a developer's message": [{"role": "developer", "content": "be nice"}, user("def f(")],
-    "text parts": [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
-    "turns": [user("a"), {"role": "assistant", "content": "b"}, user("c")],
-    "tool results": [
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [user("def f(")],
+    [user("a<|endoftext|>b")],
+    [user("be nice", "developer"), user("def f(")],
+    [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
+    [user("a"), user("b", "assistant"), user("c")],
+    [
         user("a"),
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        user(None, "assistant") | {"tool_calls": [CALL]},
+        user("2", "tool") | {"tool_call_id": "c1"},
     ],
-}
+]
+TURNS = CONVERSATIONS[4]
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 # By the arguments of `chat`, the fields of a request that says the same.
 ARGUMENTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"tools": TOOLS}, {"tools": TOOLS}),
     ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
-    ({"chat_template_kwargs": {"enable_thinking": False}},) * 2,
     (
         {"schema": SCHEMA},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
     ),
     (
-        {"schema": json.dumps(SCHEMA), "chat_template_kwargs": {"enable_thinking": False}},
-        {
-            "response_format": {"type": "json_schema", "schema": SCHEMA},
-            "chat_template_kwargs": {"enable_thinking": False},
-        },
+        {"schema": json.dumps(SCHEMA)} | OFF,
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}} | OFF,
     ),
 ]
 
@@ -89,16 +83,17 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture(scope="module")
 def client(llm: LLM) -> Iterator[Client]:
-    template = chat_template_of(llm.info.model)
     options: Any = {"reasoning_parser": "auto", "tool_parser": "hermes"}
+    options["chat_template"] = chat_template_of(llm.info.model)
     other = LLM(llm.info.model, random_weights_seed=0, max_num_seqs=4)
-    with serving(other.engine, chat_template=template, **options) as served:
+    with serving(other.engine, **options) as served:
         yield served
 
 
-def texts_of(client: Client, body: dict[str, Any]) -> list[str]:
+def texts_of(client: Client, messages: Any, **fields: Any) -> list[str]:
     """Return the texts of the choices, with thoughts, as the model wrote them."""
-    status, answer, _ = client.post(body | {"separate_reasoning": False}, CHAT)
+    body = SAMPLING | {"messages": messages, "separate_reasoning": False} | fields
+    status, answer, _ = client.post(body, CHAT)
     assert status == 200, answer
     return [choice["message"]["content"] for choice in answer["choices"]]
 
@@ -107,52 +102,50 @@ def texts_of(client: Client, body: dict[str, Any]) -> list[str]:
 def test_texts_are_those_of_the_server(
     llm: LLM, client: Client, arguments: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    conversations = [*CONVERSATIONS.values()]
-    together = llm.chat(conversations, SamplingParams(**SAMPLING), **arguments)
-    assert len(together) == len(conversations)
-    for messages, completion in zip(conversations, together, strict=True):
+    together = llm.chat(CONVERSATIONS, SamplingParams(**SAMPLING), **arguments)
+    assert len(together) == len(CONVERSATIONS)
+    for messages, completion in zip(CONVERSATIONS, together, strict=True):
         assert completion.error is None
-        assert [completion.text] == texts_of(client, {"messages": messages, **SAMPLING, **fields})
-    (alone,) = llm.chat(conversations[0], SamplingParams(**SAMPLING), **arguments)
+        assert [completion.text] == texts_of(client, messages, **fields)
+    (alone,) = llm.chat(CONVERSATIONS[0], SamplingParams(**SAMPLING), **arguments)
     assert alone.token_ids == together[0].token_ids
-    if arguments.keys() == {"schema", "chat_template_kwargs"}:  # it does not think first
+    if "schema" in arguments and len(arguments) > 1:  # it does not think first
         assert json.loads(alone.text)["a"] in ("x", "y")
 
 
 def test_choices_and_parameters_for_each_conversation(llm: LLM, client: Client) -> None:
-    messages = CONVERSATIONS["turns"]
     params = [SamplingParams(**SAMPLING | {"n": 2}), SamplingParams(**SAMPLING | {"seed": 8})]
-    both, other = llm.chat([messages, messages], params)
-    assert [c.text for c in both.choices] == texts_of(
-        client, {"messages": messages, "n": 2, **SAMPLING}
-    )
-    assert [other.text] == texts_of(client, {"messages": messages, **SAMPLING, "seed": 8})
+    both, other = llm.chat([TURNS, TURNS], params)
+    assert [c.text for c in both.choices] == texts_of(client, TURNS, n=2)
+    assert [other.text] == texts_of(client, TURNS, seed=8)
     assert other.text != both.text
 
 
 def test_the_demo_pair_drafts_and_writes_the_same(demo_llm: LLM, demo_client: Client) -> None:
     messages = [user("def area(width, height):\n    return ")]
     for temperature in (0.0, 0.8):
-        sampling = SAMPLING | {"temperature": temperature}
-        (done,) = demo_llm.chat(messages, SamplingParams(**sampling))
-        assert [done.text] == texts_of(demo_client, {"messages": messages, **sampling})
+        sampling = SamplingParams(**SAMPLING | {"temperature": temperature})
+        (done,) = demo_llm.chat(messages, sampling)
+        assert [done.text] == texts_of(demo_client, messages, temperature=temperature)
         assert done.speculation.drafted_tokens
 
 
 def test_a_bad_conversation_does_not_lose_the_others(llm: LLM) -> None:
     bad = {
-        "messages[0]: has no known role": [{"role": "robot", "content": "a"}],
+        "messages[0]: has no known role": [user("a", "robot")],
         "messages[0].content: is missing": [{"role": "user"}],
         "messages[0].content[0]: 'image_url' is not supported": [user([{"type": "image_url"}])],
         "maximum context length is 512 tokens. However": [user("x" * 9999)],
         "messages: is empty": [],
     }
-    good = CONVERSATIONS["turns"]
-    *refused, served = llm.chat([*bad.values(), good], SamplingParams(**SAMPLING))
+    *refused, served = llm.chat([*bad.values(), TURNS], SamplingParams(**SAMPLING))
     for message, completion in zip(bad, refused, strict=True):
         assert completion.error is not None and message in completion.error
         assert completion.choices == ()
-    assert served.text == llm.chat(good, SamplingParams(**SAMPLING))[0].text
+    assert served.text == llm.chat(TURNS, SamplingParams(**SAMPLING))[0].text
+
+
+REGEX = {"sampling_params": SamplingParams(structured_outputs={"regex": "a"})}
 
 
 @pytest.mark.parametrize(
@@ -168,11 +161,7 @@ def test_a_bad_conversation_does_not_lose_the_others(llm: LLM) -> None:
         ([user("a")], {"schema": 7}, "schema"),
         ([user("a")], {"schema": "{"}, "schema"),
         ([user("a")], {"schema": {"type": "colour"}}, "schema"),
-        (
-            [user("a")],
-            {"schema": {}, "sampling_params": SamplingParams(structured_outputs={"regex": "a"})},
-            "schema",
-        ),
+        ([user("a")], {"schema": {}} | REGEX, "schema"),
     ],
 )
 def test_a_bad_argument_is_named(

@@ -11,20 +11,27 @@ import pytest
 from tokenizers import Tokenizer
 
 from cbatch import LLM, Completion, SamplingParams
+from cbatch.cli.main import main
 from cbatch.server.protocol.logprobs import CompletionLogprobs
-from cbatch.text import ChatTemplate, TextTokenizer
+from cbatch.text import TextTokenizer
 from cbatch.text.outputs import TokenLogprob
 from tests.chained_model import byte_tokens, pieces, write_chained
-from tests.server.http_client import CHAT, Client, serving
+from tests.server.apis import CHAT, body_of
+from tests.server.engines import FIRST_CONTENT, PROMPT
+from tests.server.http_client import Client, serving
 from tests.test_llm import write_model
 
-PROMPT = "def add(a, b):"
+
+def choice_of(client: Client, body: dict[str, Any], path: str = "/v1/completions") -> Any:
+    status, answer, _ = client.post(body, path)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    return choice
 
 
-def make_llm(folder: Path) -> LLM:
-    target, draft = write_model(folder / "target"), write_model(folder / "draft", layers=1)
-    options: dict[str, Any] = {"max_num_seqs": 4, "random_weights_seed": 0, "numerics": "invariant"}
-    return LLM(target, draft, **options)
+# ---- a random pair -------------------------------------------------------------------------------
+
+BODY = {"prompt": PROMPT, "max_tokens": 12, "seed": 3, "logprobs": 2}
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +48,19 @@ def expected(llm: LLM) -> Completion:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Serve a separate engine, since only one thread may step an engine."""
-    template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
     engine = make_llm(tmp_path_factory.mktemp("served")).engine
-    with serving(engine, chat_template=template) as client:
+    with serving(engine, chat_template=FIRST_CONTENT) as client:
         yield client
 
 
-BODY = {"prompt": PROMPT, "max_tokens": 12, "seed": 3, "logprobs": 2}
-
-
-def whole(client: Client, **change: Any) -> dict[str, Any]:
-    status, answer, _ = client.post(BODY | change)
-    assert status == 200, answer
-    choice: dict[str, Any] = answer["choices"][0]
-    return choice
+def make_llm(folder: Path) -> LLM:
+    target, draft = write_model(folder / "target"), write_model(folder / "draft", layers=1)
+    options: dict[str, Any] = {"max_num_seqs": 4, "random_weights_seed": 0, "numerics": "invariant"}
+    return LLM(target, draft, **options)
 
 
 def test_logprobs_of_a_whole_answer(client: Client, expected: Completion) -> None:
-    choice = whole(client)
+    choice = choice_of(client, BODY)
     logprobs = choice["logprobs"]
     assert expected.logprobs is not None and choice["text"] == expected.text
     assert logprobs["token_logprobs"] == [each.logprob for each in expected.logprobs]
@@ -68,11 +70,12 @@ def test_logprobs_of_a_whole_answer(client: Client, expected: Completion) -> Non
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         assert token.startswith("token_id:") or choice["text"][offset:].startswith(token)
     assert choice["prompt_logprobs"] is None
-    assert whole(client, logprobs=False)["logprobs"] is None
+    assert choice_of(client, BODY | {"logprobs": False})["logprobs"] is None
 
 
 def test_echo_brings_the_prompt_and_its_logprobs(client: Client, expected: Completion) -> None:
-    choice = whole(client, echo=True)
+    echo = BODY | {"echo": True}
+    choice = choice_of(client, echo)
     logprobs = choice["logprobs"]
     assert choice["text"] == PROMPT + expected.text
     given = expected.prompt_logprobs
@@ -82,13 +85,22 @@ def test_echo_brings_the_prompt_and_its_logprobs(client: Client, expected: Compl
     assert logprobs["token_logprobs"][: len(prompt)] == prompt
     assert "".join(logprobs["tokens"][: len(prompt)]) == PROMPT
     assert logprobs["text_offset"][len(prompt)] == len(PROMPT)
-    assert whole(client, echo=True, logprobs=None)["text"] == choice["text"]
     ids = list(expected.prompt_token_ids)
-    assert whole(client, echo=True, logprobs=None, prompt=ids)["text"] == choice["text"]
+    for prompt_of in ({}, {"prompt": ids}):
+        assert choice_of(client, echo | {"logprobs": None} | prompt_of)["text"] == choice["text"]
+    # Evaluation harnesses score a prompt alone.
+    scored = echo | {"max_tokens": 0, "return_token_ids": True}
+    (streamed,) = client.stream(scored)
+    for scored_choice in (choice_of(client, scored), streamed["choices"][0]):
+        assert (scored_choice["text"], scored_choice["finish_reason"]) == (PROMPT, "length")
+        assert scored_choice["logprobs"]["token_logprobs"] == prompt and len(prompt) == len(ids)
+        assert scored_choice["token_ids"] == []
+    status, answer, _ = client.post(echo | {"n": 2})
+    assert status == 400 and answer["error"]["param"] == "n"
 
 
 def test_prompt_logprobs_alone(client: Client, expected: Completion) -> None:
-    choice = whole(client, logprobs=None, prompt_logprobs=1)
+    choice = choice_of(client, BODY | {"logprobs": None, "prompt_logprobs": 1})
     assert choice["logprobs"] is None and choice["text"] == expected.text
     entries, given = choice["prompt_logprobs"], expected.prompt_logprobs or ()
     assert entries[0] is None and len(entries) == len(given)
@@ -105,16 +117,9 @@ def test_a_forbidden_token_is_null(client: Client) -> None:
     assert "Infinity" not in json.dumps(raw)
 
 
-def test_unsupported_combinations_are_rejected_by_name(client: Client) -> None:
-    status, answer, _ = client.post(BODY | {"echo": True, "n": 2})
-    assert status == 400 and answer["error"]["param"] == "n"
-
-
 def test_chat_logprobs_are_listed_per_token(client: Client, expected: Completion) -> None:
-    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 3}
-    body |= {"logprobs": True, "top_logprobs": 2}
-    answer = client.post(body, CHAT)[1]
-    (choice,) = answer["choices"]
+    body = body_of(CHAT, PROMPT, 12, seed=3, logprobs=True, top_logprobs=2)
+    choice = choice_of(client, body, CHAT)
     assert choice["message"]["content"] == expected.text
     tokens, given = choice["logprobs"]["content"], expected.logprobs
     assert given is not None and [t["logprob"] for t in tokens] == [g.logprob for g in given]
@@ -125,50 +130,34 @@ def test_chat_logprobs_are_listed_per_token(client: Client, expected: Completion
     chunks = [event["choices"][0] for event in client.stream(body, CHAT)]
     streamed = [t for chunk in chunks if chunk["logprobs"] for t in chunk["logprobs"]["content"]]
     assert streamed == tokens and len(chunks) > 2
-    alone = client.post(body | {"top_logprobs": None}, CHAT)[1]["choices"][0]["logprobs"]["content"]
+    alone = choice_of(client, body | {"top_logprobs": None}, CHAT)["logprobs"]["content"]
     assert [t["logprob"] for t in alone] == [g.logprob for g in given]
     assert all(t["top_logprobs"] == [] for t in alone)
-    without = client.post(body | {"logprobs": False, "top_logprobs": None}, CHAT)[1]
-    assert without["choices"][0]["logprobs"] is None
+    without = choice_of(client, body | {"logprobs": False, "top_logprobs": None}, CHAT)
+    assert without["logprobs"] is None
 
 
 def test_the_command_line_writes_them(
     tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, expected: Completion
 ) -> None:
-    from cbatch.cli.main import main
-
     monkeypatch.setattr("cbatch.cli.generate.load_engine", lambda *_: (llm.engine, llm.info))
     output = tmp_path / "out.jsonl"
     flags = ["--max-tokens", "12", "--seed", "3", "--logprobs", "2", "--prompt-logprobs", "2"]
-    flags += ["--temperature", "1", "--logit-bias", "1=0", "--no-progress"]
-    command = ["generate", PROMPT, "--output", str(output), *flags]
+    command = ["generate", PROMPT, "--output", str(output), "--no-progress", *flags]
+    command += ["--temperature", "1", "--logit-bias", "1=0"]
     assert main(command) == 0
-    line = json.loads(output.read_text(encoding="utf-8"))
-    (choice,) = line["choices"]
-    assert [each["logprob"] for each in choice["logprobs"]] == [
-        each.logprob for each in expected.logprobs or ()
-    ]
+    (choice,) = json.loads(output.read_text(encoding="utf-8"))["choices"]
+    logprobs = [each["logprob"] for each in choice["logprobs"]]
+    assert logprobs == [each.logprob for each in expected.logprobs or ()]
     assert choice["prompt_logprobs"][0] is None and len(choice["prompt_logprobs"][1]["top"]) == 2
     assert main([*command, "--resume"]) == 0  # its params are read back as they were written
 
 
-def test_a_prompt_alone_is_scored_without_a_new_token(client: Client, expected: Completion) -> None:
-    """`max_tokens` 0 with `echo` is how evaluation harnesses call."""
-    ids = list(expected.prompt_token_ids)
-    assert expected.prompt_logprobs is not None
-    scores = [each and each.logprob for each in expected.prompt_logprobs]
-    (streamed,) = client.stream(BODY | {"echo": True, "max_tokens": 0, "return_token_ids": True})
-    for choice in (whole(client, echo=True, max_tokens=0), streamed["choices"][0]):
-        assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
-        assert choice["logprobs"]["token_logprobs"] == scores and len(scores) == len(ids)
-    assert streamed["choices"][0]["token_ids"] == []
-
+# ---- the texts of tokens -------------------------------------------------------------------------
 
 # Characters of one to four bytes, no byte twice; a control token in the middle and at the end.
-BYTES_TEXT = "qé 日<|im_end|>x😀y<|endoftext|>"
-
-
-PIECES_TEXT = "q true日b😀</s>"
+BYTES_TEXT, PIECES_TEXT = "qé 日<|im_end|>x😀y<|endoftext|>", "q true日b😀</s>"
+CHAIN_BODY = {"prompt": "q", "max_tokens": 30, "temperature": 0, "logprobs": 5}
 
 
 class Served(NamedTuple):
@@ -189,18 +178,16 @@ def served(
     folder = tmp_path_factory.mktemp(request.param) / "model"
     path = write_chained(folder, raw, chain, eos=chain[-1])
     llm, engine = (LLM(path, num_blocks=64, max_num_seqs=4) for _ in range(2))
-    template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
     text = "é 日x😀y" if request.param == "bytes" else " true日b😀"
-    with serving(engine.engine, chat_template=template) as client:
+    with serving(engine.engine, chat_template=FIRST_CONTENT) as client:
         yield Served(client, llm, tokenizer, text, len(chain) - 1)
 
 
-CHAIN_BODY = {"prompt": "q", "max_tokens": 30, "temperature": 0, "logprobs": 5}
-
-
-def check(logprobs: dict[str, Any], text: str) -> None:
+def check(choice: dict[str, Any]) -> None:
+    """Check that the tokens of a choice are its text."""
+    logprobs, text = choice["logprobs"], choice["text"]
     tokens, offsets = logprobs["tokens"], logprobs["text_offset"]
     assert "".join(tokens) == text
     assert offsets == [len("".join(tokens[:at])) for at in range(len(tokens))]
@@ -209,9 +196,9 @@ def check(logprobs: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_tokens_of_a_completion_are_its_text(served: Served, echo: bool) -> None:
-    choice = served.client.post(CHAIN_BODY | {"echo": echo})[1]["choices"][0]
+    choice = choice_of(served.client, CHAIN_BODY | {"echo": echo})
     assert choice["text"] == "q" * echo + served.text and choice["finish_reason"] == "stop"
-    check(choice["logprobs"], choice["text"])
+    check(choice)
     assert "\ufffd" not in "".join(choice["logprobs"]["tokens"])
     parts = [event["choices"][0] for event in served.client.stream(CHAIN_BODY | {"echo": echo})]
     for name, values in choice["logprobs"].items():
@@ -220,41 +207,25 @@ def test_tokens_of_a_completion_are_its_text(served: Served, echo: bool) -> None
 
 def test_where_an_output_is_cut_within_a_character(served: Served) -> None:
     for count in range(1, served.num_tokens + 1):
-        choice = served.client.post(CHAIN_BODY | {"max_tokens": count})[1]["choices"][0]
+        choice = choice_of(served.client, CHAIN_BODY | {"max_tokens": count})
         assert served.text.startswith(choice["text"])
-        check(choice["logprobs"], choice["text"])
+        check(choice)
 
 
 def test_special_tokens_that_are_shown(served: Served) -> None:
     shown = CHAIN_BODY | {"skip_special_tokens": False, "include_stop_str_in_output": True}
-    choice = served.client.post(shown)[1]["choices"][0]
+    choice = choice_of(served.client, shown)
     assert choice["text"] == (BYTES_TEXT[1:] if "x" in served.text else PIECES_TEXT[1:])
-    check(choice["logprobs"], choice["text"])
-
-
-@pytest.mark.parametrize(
-    "prompt", ["true true", " 😀é b", "<s>b</s>", "a<|im_end|>q", "日<|im_end|>"]
-)
-def test_an_echoed_prompt(served: Served, prompt: str) -> None:
-    """The prompt is echoed as given; a prompt of token ids is echoed as decoded."""
-    fields = CHAIN_BODY | {"echo": True, "max_tokens": 1}
-    choice = served.client.post(fields | {"prompt": prompt})[1]["choices"][0]
-    assert choice["text"].startswith(prompt)
-    check(choice["logprobs"], choice["text"])
-    ids = served.tokenizer.encode(prompt)
-    for end in range(1, len(ids) + 1):  # also within a character
-        choice = served.client.post(fields | {"prompt": ids[:end]})[1]["choices"][0]
-        check(choice["logprobs"], choice["text"])
+    check(choice)
 
 
 def test_chat_has_the_same_texts_and_their_bytes(served: Served) -> None:
-    body = {"messages": [{"role": "user", "content": "q"}], "logprobs": True, "top_logprobs": 5}
-    (choice,) = served.client.post(body | {"temperature": 0}, CHAT)[1]["choices"]
+    body = body_of(CHAT, "q", 30, logprobs=True, top_logprobs=5, temperature=0)
+    choice = choice_of(served.client, body, CHAT)
     tokens = choice["logprobs"]["content"]
     assert choice["message"]["content"] == served.text
-    assert "".join(each["token"] for each in tokens) == served.text
     assert b"".join(bytes(each["bytes"]) for each in tokens).decode() == served.text
-    completion = served.client.post(CHAIN_BODY)[1]["choices"][0]["logprobs"]
+    completion = choice_of(served.client, CHAIN_BODY)["logprobs"]
     assert [each["token"] for each in tokens] == completion["tokens"]
     for entry, top in zip(tokens, completion["top_logprobs"], strict=True):
         assert len({likely["token"] for likely in entry["top_logprobs"]}) == len(top) == 5
@@ -267,7 +238,7 @@ def test_prompt_logprobs_and_those_of_python_agree(served: Served) -> None:
     assert done.logprobs and "".join(each.text or "" for each in done.logprobs) == done.text
     texts = [each.text for each in done.prompt_logprobs or () if each is not None]
     fields = CHAIN_BODY | {"prompt": prompt, "prompt_logprobs": 2, "echo": True}
-    choice = served.client.post(fields)[1]["choices"][0]
+    choice = choice_of(served.client, fields)
     assert choice["logprobs"]["tokens"][1 : len(prompt)] == texts
     for token, text, entry in zip(prompt[1:], texts, choice["prompt_logprobs"][1:], strict=True):
         assert text in ("", entry[str(token)]["decoded_token"])

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from cbatch import FieldError
-from cbatch.server.protocol.fields import PendingPrompt
-from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import parse_chat
-from cbatch.text import ChatTemplate
 from cbatch.text.forced_tools import call_id
+from tests.server.apis import CHAT
+from tests.server.parsing import ids_of, read
 from tests.toy_engine import TOKENIZER
 
 USER = {"role": "user", "content": "hi"}
@@ -24,23 +22,19 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 def prompt_ids(template: str, *messages: dict[str, Any], **fields: Any) -> list[int]:
     """Return the prompt that a call becomes."""
-    model = ServedModel(
-        "toy",
-        max_model_len=4096,
-        vocab_size=TOKENIZER.vocab_size,
-        created_s=0,
-        tokenizer=TOKENIZER,
-        chat_template=ChatTemplate(template, {}, "here"),
-    )
-    body = {"messages": messages} | fields
-    (pending,) = parse_chat(json.dumps(body).encode(), model).prompts
-    assert isinstance(pending, PendingPrompt)
-    return list(pending.make())
+    options: dict[str, Any] = {"tokenizer": TOKENIZER, "tool_parser": None}
+    options |= {"reasoning_parser": "none", "max_model_len": 4096}
+    return ids_of(read(CHAT, {"messages": messages} | fields, template, **options))
 
 
 def prompt(template: str, *messages: dict[str, Any], **fields: Any) -> str:
     ids = prompt_ids(template, *messages, **fields)
     return TOKENIZER.decode(ids, skip_special_tokens=False)
+
+
+def with_arguments(arguments: Any) -> dict[str, Any]:
+    function = {"name": "ls", "arguments": arguments}
+    return CALLED | {"tool_calls": [{"id": "1", "function": function}]}
 
 
 # ---- null and [] ---------------------------------------------------------------------------------
@@ -52,11 +46,10 @@ CONDITIONS = {
     "get": "m.get('{0}', 'no') != 'no'",
     "keys": "'{0}' in m.keys()",
 }
-MEMBERS = ["tool_calls", "function_call", "audio", "refusal", "name", "annotations", "reasoning"]
 
 
 @pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
-@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("member", ["tool_calls", "function_call", "refusal", "name", "reasoning"])
 def test_null_and_an_empty_list_count_as_absent(condition: str, member: str) -> None:
     template = f"{{% for m in messages %}}{{{{ {condition.format(member)} }}}},{{% endfor %}}"
     for role in ("user", "assistant", "system", "tool"):
@@ -68,37 +61,30 @@ def test_null_and_an_empty_list_count_as_absent(condition: str, member: str) -> 
 
 
 def test_null_and_an_empty_list_count_as_absent_in_calls_and_tools() -> None:
-    call = {
-        "id": "1",
-        "type": None,
-        "index": None,
-        "function": FUNCTION | {"strict": None, "x": []},
-    }
+    function = FUNCTION | {"strict": None, "x": []}
+    call = {"id": "1", "type": None, "index": None, "function": function}
     listed = "{{ messages[1].tool_calls | tojson }}"
     expected = [CALL | {"id": "1", "function": {"name": "ls", "arguments": {"path": "."}}}]
     assert json.loads(prompt(listed, USER, CALLED | {"tool_calls": [call]})) == expected
-    named = "{{ messages[1].tool_calls[0].function | tojson }}"
+    written = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
     for nothing in (None, "", "null", "{}", {}):
-        bare = {"function": {"name": "ls", "arguments": nothing}}
-        text = prompt(named, USER, CALLED | {"tool_calls": [bare]})
-        assert json.loads(text) == {"name": "ls", "arguments": {}}
-    kept = {"function": {"name": "ls", "arguments": '{"a": null, "b": []}'}}
-    text = prompt(named, USER, CALLED | {"tool_calls": [kept]})
-    assert json.loads(text)["arguments"] == {"a": None, "b": []}, "these are the caller's"
+        assert prompt(written, USER, with_arguments(nothing)) == "{}"
+    kept = prompt(written, USER, with_arguments('{"a": null, "b": []}'))
+    assert json.loads(kept) == {"a": None, "b": []}, "these are the caller's"
     function = {"name": "f", "description": None, "parameters": None, "strict": None}
     fields = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     tools = json.loads(prompt("{{ tools | tojson }}", USER, **fields))
     assert tools == [{"type": "function", "function": {"name": "f"}}]
 
 
+PRINTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
 def test_content_may_be_empty() -> None:
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    for content in (None, [], ""):
-        assert prompt(template, USER, {"role": "assistant", "content": content}) == (
-            "<user>hi<assistant>"
-        )
-        assert prompt(template, USER, CALLED | {"content": content}) == "<user>hi<assistant>"
-    assert prompt(template, USER, {"role": "assistant"}) == "<user>hi<assistant>"
+    for said in ({"role": "assistant"}, CALLED):
+        for content in ({"content": None}, {"content": []}, {"content": ""}):
+            assert prompt(PRINTS, USER, said | content) == "<user>hi<assistant>"
+    assert prompt(PRINTS, USER, {"role": "assistant"}) == "<user>hi<assistant>"
 
 
 # ---- calls as templates take them ----------------------------------------------------------------
@@ -116,60 +102,63 @@ NULL_CONTENT = [
 @pytest.mark.parametrize("body", NULL_CONTENT)
 def test_a_template_that_tests_for_null_content_gets_it(body: str) -> None:
     template = f"{{% for m in messages %}}{body}{{% endfor %}}"
-    for content in (None, "", []):
-        assert prompt(template, USER, CALLED | {"content": content}, RESULT) == "hiCALLa.txt"
     without = {name: value for name, value in CALLED.items() if name != "content"}
-    assert prompt(template, USER, without, RESULT) == "hiCALLa.txt"
+    for said in (without, *(CALLED | {"content": content} for content in (None, "", []))):
+        assert prompt(template, USER, said, RESULT) == "hiCALLa.txt"
     said = prompt(template, USER, {"role": "assistant", "content": None}, USER)
     assert said == "hihi", "the message has neither content nor calls"
 
 
 SENT = '{"path":".",  "n": 1.50}'
-WRITTEN = {
-    "joined": "{{ 'ls ' + c.arguments }}",
-    "printed": "ls {{ c.arguments }}",
-    "appended": "{{ c.name ~ ' ' ~ c.arguments }}",
-    "formatted": "{{ '%s %s' | format(c.name, c.arguments) }}",
-    "trimmed": "ls {{ c.arguments | trim }}",
-    "a method": "ls {{ c.arguments.strip() }}",
-    "a part": "ls {{ c.arguments[:1] + c.arguments[1:] }}",
-    "demanded": "{% if c.arguments is not string %}{{ raise_exception('a text') }}{% endif %}"
+WRITTEN = [
+    "{{ 'ls ' + c.arguments }}",
     "ls {{ c.arguments }}",
-}
+    "{{ c.name ~ ' ' ~ c.arguments }}",
+    "{{ '%s %s' | format(c.name, c.arguments) }}",
+    "ls {{ c.arguments | trim }}",
+    "ls {{ c.arguments.strip() }}",
+    "ls {{ c.arguments[:1] + c.arguments[1:] }}",
+    "{% if c.arguments is not string %}{{ raise_exception('a text') }}{% endif %}"
+    "ls {{ c.arguments }}",
+]
 
 
-@pytest.mark.parametrize("write", WRITTEN.values(), ids=WRITTEN)
+@pytest.mark.parametrize("write", WRITTEN)
 def test_a_template_may_take_arguments_as_text(write: str) -> None:
     template = (
         "{% for m in messages %}{% for t in m.tool_calls or [] %}{% set c = t.function %}"
         f"{write}{{% endfor %}}{{% endfor %}}"
     )
-    call = {"id": "1", "function": {"name": "ls", "arguments": SENT}}
-    assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == f"ls {SENT}"
+    assert prompt(template, USER, with_arguments(SENT)) == f"ls {SENT}"
 
 
-OBJECTS = {
-    "as JSON": ("{{ a | tojson }}", '{"path": ".", "n": 1.5}'),
-    "by name": ("{{ a.path }}{{ a['n'] }}", ".1.5"),
-    "one by one": ("{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}", "path=.;n=1.5;"),
-    "by kind": ("{{ a if a is string else a | tojson }}", '{"path": ".", "n": 1.5}'),
-    "a mapping": ("{{ a | items | list | length if a is mapping }}", "2"),
-    "in the call": ("{{ c | tojson }}", '{"name": "ls", "arguments": {"path": ".", "n": 1.5}}'),
-}
+OBJECTS = [
+    ("{{ a | tojson }}", '{"path": ".", "n": 1.5}'),
+    ("{{ a.path }}{{ a['n'] }}", ".1.5"),
+    ("{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}", "path=.;n=1.5;"),
+    ("{{ a if a is string else a | tojson }}", '{"path": ".", "n": 1.5}'),
+    ("{{ a | items | list | length if a is mapping }}", "2"),
+    ("{{ c | tojson }}", '{"name": "ls", "arguments": {"path": ".", "n": 1.5}}'),
+]
 
 
-@pytest.mark.parametrize(("write", "expected"), OBJECTS.values(), ids=OBJECTS)
+@pytest.mark.parametrize(("write", "expected"), OBJECTS)
 def test_a_template_may_take_arguments_as_an_object(write: str, expected: str) -> None:
     template = "{% set c = messages[1].tool_calls[0].function %}{% set a = c.arguments %}" + write
     for arguments in (SENT, json.loads(SENT)):
-        call = {"id": "1", "function": {"name": "ls", "arguments": arguments}}
-        assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == expected
+        assert prompt(template, USER, with_arguments(arguments)) == expected
 
 
 def test_an_argument_may_be_named_text() -> None:
     template = "{% set a = messages[1].tool_calls[0].function.arguments %}{{ a.text }}"
-    call = {"id": "1", "function": {"name": "say", "arguments": '{"text": "hello"}'}}
-    assert prompt(template, USER, CALLED | {"tool_calls": [call]}) == "hello"
+    assert prompt(template, USER, with_arguments('{"text": "hello"}')) == "hello"
+
+
+def test_gpt_oss_reads_earlier_thoughts_under_another_name() -> None:
+    """It refuses them together with calls that have content."""
+    earlier = CALLED | {"reasoning": "Hm."}
+    template = "{% for m in messages %}{{ m.thinking }};{% endfor %}"
+    assert prompt(template, earlier, earlier | {"content": "I look."}) == "Hm.;;"
 
 
 NINE = (
@@ -180,14 +169,7 @@ NINE = (
 )
 ANY = NINE.replace("!= 9", "< 1")
 JOINED = NINE.replace("{{ c.id }}", "{{ c.function.arguments + c.id }}")
-IDS = [
-    "call_5d8eab44bbeb4e5eba1a2898",
-    "functions.ls:0",
-    "chatcmpl-tool-1",
-    "1",
-    "a b c d e",
-    "12345678é",
-]
+IDS = ["call_5d8eab44bbeb4e5eba1a2898", "functions.ls:0", "1", "a b c d e", "12345678é"]
 
 
 @pytest.mark.parametrize("call", IDS)
@@ -200,26 +182,18 @@ def test_ids_are_shortened_for_templates_that_require_nine_letters(call: str) ->
     assert prompt(NINE, *messages) == prompt(NINE, *messages)
     joined = prompt(JOINED, *messages).split(",")
     assert joined[0] == FUNCTION["arguments"] + first
-    if call.isascii():
-        assert prompt(ANY, *messages).split(",")[:2] == [call, f"{call}2"], (
-            "other templates get the ids unchanged"
-        )
+    if call.isascii():  # other templates get the ids unchanged
+        assert prompt(ANY, *messages).split(",")[:2] == [call, f"{call}2"]
 
 
 def test_the_servers_own_ids_are_not_changed() -> None:
-    made = [call_id() for _ in range(100)]
-    for made_id in made:
-        messages = [
-            CALLED | {"tool_calls": [CALL | {"id": made_id}]},
-            RESULT | {"tool_call_id": made_id},
-        ]
-        assert prompt(NINE, USER, *messages) == f"{made_id},{made_id},"
-    assert len(set(made)) == 100
+    made = call_id()
+    messages = [CALLED | {"tool_calls": [CALL | {"id": made}]}, RESULT | {"tool_call_id": made}]
+    assert prompt(NINE, USER, *messages) == f"{made},{made},"
 
 
 # ---- roles ---------------------------------------------------------------------------------------
 
-PRINTS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SOME = PRINTS.replace("<{{", "{% if m.role in (ROLES) %}<{{").replace(
     "{% endfor", "{% endif %}{% endfor"
 )
@@ -234,12 +208,13 @@ def knowing(*roles: str) -> str:
 def test_a_role_that_the_template_does_not_know_gets_its_other_name() -> None:
     qwen = knowing("system", "user", "assistant", "tool") + "{{ tools['function'] }}"
     harmony = knowing("developer", "system", "user", "function")
-    assert prompt(qwen, DEVELOPER, USER) == "<system>In French.<user>hi"
-    assert prompt(PRINTS, DEVELOPER, USER) == "<system>In French.<user>hi"
-    assert prompt(harmony, DEVELOPER, USER) == "<developer>In French.<user>hi"
-    assert prompt(qwen, USER, RETURNED) == "<user>hi<tool>a.txt"
-    assert prompt(PRINTS, USER, RETURNED) == "<user>hi<tool>a.txt"
-    assert prompt(harmony, USER, RETURNED) == "<user>hi<function>a.txt"
+    for template, developer, returned in (
+        (qwen, "system", "tool"),
+        (PRINTS, "system", "tool"),
+        (harmony, "developer", "function"),
+    ):
+        assert prompt(template, DEVELOPER, USER) == f"<{developer}>In French.<user>hi"
+        assert prompt(template, USER, RETURNED) == f"<user>hi<{returned}>a.txt"
 
 
 @pytest.mark.parametrize(
@@ -260,19 +235,22 @@ def test_a_message_that_the_template_would_drop_is_rejected(
 
 # ---- what cannot be rendered ---------------------------------------------------------------------
 
+REFUSES = r"refuses them \(no\); change the conversation as it says"
+CANNOT = r"cannot render them \(.*\); start the server with another --chat-template"
+
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{{ raise_exception('no') }}", r"refuses them \(no\); change the conversation as it says"),
+        ("{{ raise_exception('no') }}", REFUSES),
         (
             "{{ 'x' in messages[-2].content }}{{ messages[-2].content is none }}"
             "{{ raise_exception('no') }}",
-            r"refuses them \(no\); change the conversation as it says",
+            REFUSES,
         ),
-        ("{{ 'a' + 1 }}", r"cannot render them \(.*\); start the server with another --chat-te"),
-        ("{{ messages[9].content }}", r"cannot render them \(.*\); start the server with another"),
-        ("{{ nothing.there }}", r"cannot render them \(.*\); start the server with another"),
+        ("{{ 'a' + 1 }}", CANNOT),
+        ("{{ messages[9].content }}", CANNOT),
+        ("{{ nothing.there }}", CANNOT),
     ],
 )
 def test_errors_of_templates_name_the_remedy(template: str, words: str) -> None:
@@ -292,28 +270,21 @@ def test_errors_about_deep_messages_name_the_field() -> None:
 # ---- control tokens ------------------------------------------------------------------------------
 
 
-def test_control_tokens_in_any_field_are_text() -> None:
-    end = "<|endoftext|>"
+@pytest.mark.parametrize("path", [END := "<|endoftext|>", "\\u003c|endoftext|>"])
+def test_control_tokens_in_any_field_are_text(path: str) -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{{ m.name }}{% for c in m.tool_calls or [] %}"
         "{{ c.id }}{{ c.function.arguments }}{{ c.function.arguments | tojson }}{% endfor %}"
         "<|endoftext|>{% endfor %}{{ tools | tojson }}{{ mark }}"
     )
-    arguments = json.dumps({"path": end, end: 1})
-    hidden = '{"path": "\\u003c|endoftext|>"}'
-    function = {"name": "f", "description": end, "parameters": {"properties": {end: {}}}}
-    tools = [{"type": "function", "function": function}]
-    for written in (arguments, hidden):
-        calls = [{"id": end, "function": {"name": "ls", "arguments": written}}]
-        messages = [USER | {"content": end, "name": end}, CALLED | {"tool_calls": calls}]
-        ids = prompt_ids(
-            template,
-            *messages,
-            tools=tools,
-            tool_choice="required",
-            chat_template_kwargs={"mark": [end]},
-        )
-        assert ids.count(0) == 2, "the template's own"
-        text = TOKENIZER.decode(ids, skip_special_tokens=False)
-        again = json.dumps(json.loads(written))
-        assert text == f"{end * 4}{written}{again}{end}{json.dumps(tools)}['{end}']"
+    written = f'{{"path": "{path}"}}'
+    function = {"name": "f", "description": END, "parameters": {"properties": {END: {}}}}
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": function}]}
+    calls = [{"id": END, "function": {"name": "ls", "arguments": written}}]
+    messages = [USER | {"content": END, "name": END}, CALLED | {"tool_calls": calls}]
+    variables = {"tool_choice": "required", "chat_template_kwargs": {"mark": [END]}}
+    ids = prompt_ids(template, *messages, **fields, **variables)
+    assert ids.count(0) == 2, "the template's own"
+    text = TOKENIZER.decode(ids, skip_special_tokens=False)
+    again = json.dumps(json.loads(written))
+    assert text == f"{END * 4}{written}{again}{END}{json.dumps(fields['tools'])}['{END}']"

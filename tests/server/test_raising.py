@@ -24,79 +24,69 @@ from cbatch.server.serving.replies import CompletionEncoder, Replies
 from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.service import EngineService
 from cbatch.text.output_processor import LiveChoice
-from tests.server import processes
 from tests.server.http_client import wait_until
-from tests.server.processes import Served, serving_process
+from tests.server.processes import Answer, Served, call, serving_process
 from tests.server.test_faults import SIM, assert_nothing_is_left, body, expected
 
 NUM_CALLS, MAX_TOKENS = 4, 12
-# Methods that raise before their work, and after it.
-SUBMITTING = [
-    (AdmissionQueue, "reserve"),
-    (PromptReader, "ids"),
-    (EngineService, "_request"),
-    (OpenRequest, "__init__"),
-    (OpenRequest, "enqueue"),
-    (Place, "set_tokens"),
-    (OpenRequest, "set_deadlines"),
-    (OpenRequest, "begin"),
-    (LiveChoice, "__init__"),
-    (EngineClient, "add"),
-    (EngineClient, "_dispatch"),
-    (EngineLink, "send"),
-    (Replies, "open"),
-    (RequestRecord, "open"),
+# Methods on the way to the engine, on the way back, and at the end, where they release something.
+SUBMITTING: dict[type, list[str]] = {
+    AdmissionQueue: ["reserve"],
+    PromptReader: ["ids"],
+    EngineService: ["_request"],
+    OpenRequest: ["__init__", "enqueue", "set_deadlines", "begin"],
+    Place: ["set_tokens"],
+    LiveChoice: ["__init__"],
+    EngineClient: ["add", "_dispatch"],
+    EngineLink: ["send"],
+    Replies: ["open"],
+    RequestRecord: ["open"],
+}
+DISTRIBUTING: dict[type, list[str]] = {
+    ServedChoice: ["on_admitted", "on_step"],
+    OpenRequest: ["on_admitted", "deliver", "put", "take"],
+    LiveChoice: ["extend"],
+    Replies: ["take"],
+    CompletionEncoder: ["event", "_part"],
+    RequestRecord: ["observe"],
+}
+ENDING: dict[type, list[str]] = {
+    LiveChoice: ["_choice"],
+    OpenRequest: ["_cancel", "close", "ended"],
+    EngineClient: ["cancel", "_close"],
+    Place: ["leave", "__exit__"],
+    EngineService: ["_count_closed"],
+    RequestRecord: ["close"],
+}
+# Owner, name, and whether it raises after its work. Those that release something always do, and
+# `reserve` never: it would leave counts without an owner.
+RAISES = [
+    (owner, name, late)
+    for table in (SUBMITTING, DISTRIBUTING, ENDING)
+    for owner, names in table.items()
+    for name in names
+    for late in (False, True)
+    if not (table is ENDING and not late or name == "reserve" and late)
 ]
-DISTRIBUTING = [
-    (ServedChoice, "on_admitted"),
-    (ServedChoice, "on_step"),
-    (OpenRequest, "on_admitted"),
-    (OpenRequest, "deliver"),
-    (LiveChoice, "extend"),
-    (OpenRequest, "put"),
-    (OpenRequest, "take"),
-    (Replies, "take"),
-    (CompletionEncoder, "event"),
-    (CompletionEncoder, "_part"),
-    (RequestRecord, "observe"),
-]
-# Methods that release a resource: they raise only after their work.
-ENDING = [
-    (LiveChoice, "_choice"),
-    (OpenRequest, "_cancel"),
-    (EngineClient, "cancel"),
-    (EngineClient, "_close"),
-    (Place, "leave"),
-    (Place, "__exit__"),
-    (EngineService, "_count_closed"),
-    (OpenRequest, "close"),
-    (OpenRequest, "ended"),
-    (RequestRecord, "close"),
-]
-EARLY = [(owner, name, False) for owner, name in SUBMITTING + DISTRIBUTING]
-# Except `reserve`: a raise after its work would leave counts without an owner.
-LATE = [(owner, name, True) for owner, name in SUBMITTING[1:] + DISTRIBUTING + ENDING]
 
 
 class Trap:
-    """Replacement of a method that raises at its call number `at`."""
+    """Replacement of a method that raises at its first call."""
 
-    def __init__(self, owner: type, name: str, *, at: int, late: bool) -> None:
+    def __init__(self, owner: type, name: str, *, late: bool) -> None:
         self.sprung = False
-        self._original, self._at, self._late = getattr(owner, name), at, late
-        self._count, self._lock = 0, threading.Lock()
+        self._original, self._late, self._lock = getattr(owner, name), late, threading.Lock()
 
-    def due(self) -> bool:
+    def _due(self) -> bool:
         with self._lock:
-            self._count += 1
-            self.sprung |= self._count == self._at
-            return self._count == self._at
+            due, self.sprung = not self.sprung, True
+            return due
 
     def method(self) -> Any:
         trap, original = self, self._original
 
         def raising(*args: Any, **options: Any) -> Any:
-            due = trap.due()
+            due = trap._due()
             if due and not trap._late:
                 raise OverflowError("on purpose")
             result = original(*args, **options)
@@ -109,7 +99,7 @@ class Trap:
         return raising
 
 
-def text_of(answer: processes.Answer) -> str | None:
+def text_of(answer: Answer) -> str | None:
     """Return the text of a call, or None if it ended with an error message."""
     if answer.status != 200:
         assert answer.status == 500 and json.loads(answer.body)["error"]["message"]
@@ -122,19 +112,9 @@ def text_of(answer: processes.Answer) -> str | None:
 async def crowd(port: int) -> list[str | None]:
     """Make calls, half of them streamed, and another one that disconnects."""
     bodies = [body(i, MAX_TOKENS, stream=i % 2 == 0) for i in range(NUM_CALLS)]
-    leaving = processes.call(port, body(99, 400), leave_after_bytes=300)
-    *answers, _ = await asyncio.gather(*(processes.call(port, b) for b in bodies), leaving)
+    leaving = call(port, body(99, 400), leave_after_bytes=300)
+    *answers, _ = await asyncio.gather(*(call(port, each) for each in bodies), leaving)
     return [text_of(answer) for answer in answers]
-
-
-def check(served: Served, trap: Trap) -> None:
-    texts = asyncio.run(asyncio.wait_for(crowd(served.client.port), 60))
-    wait_until(lambda: trap.sprung)
-    expected_texts = expected(range(NUM_CALLS), MAX_TOKENS)
-    ended = [i for i in range(NUM_CALLS) if texts[i] is None]
-    assert len(ended) <= 1, "other calls ended as well"
-    assert [texts[i] or expected_texts[i] for i in range(NUM_CALLS)] == expected_texts
-    assert_nothing_is_left(served)
 
 
 @pytest.fixture(scope="module")
@@ -143,19 +123,19 @@ def served() -> Any:
         yield made
 
 
-def spring(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, late: bool, at: int) -> Trap:
-    trap = Trap(owner, name, at=at, late=late)
-    monkeypatch.setattr(owner, name, trap.method())
-    return trap
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("owner", "name", "late"), EARLY + LATE)
+@pytest.mark.parametrize(("owner", "name", "late"), RAISES)
 def test_an_exception_ends_only_its_own_call(
     served: Served, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, late: bool
 ) -> None:
-    trap = spring(monkeypatch, owner, name, late, at=1)
-    check(served, trap)
+    trap = Trap(owner, name, late=late)
+    monkeypatch.setattr(owner, name, trap.method())
+    texts = asyncio.run(asyncio.wait_for(crowd(served.client.port), 60))
+    wait_until(lambda: trap.sprung)
+    expected_texts = expected(range(NUM_CALLS), MAX_TOKENS)
+    assert texts.count(None) <= 1, "other calls ended as well"
+    assert [a or b for a, b in zip(texts, expected_texts, strict=True)] == expected_texts
+    assert_nothing_is_left(served)
     assert served.engine.down is None and served.engine.num_starts == 1
 
 
@@ -169,11 +149,12 @@ def test_an_exception_during_a_restart_ends_only_its_own_call(
         expected_texts = expected(range(NUM_CALLS), 300)
 
         async def scene() -> list[str | None]:
-            running = [processes.call(served.client.port, body(i, 300)) for i in range(NUM_CALLS)]
+            running = [call(served.client.port, body(i, 300)) for i in range(NUM_CALLS)]
             tasks = [asyncio.create_task(each) for each in running]
             while served.service.num_requests < NUM_CALLS or served.engine.num_tokens < 50:
                 await asyncio.sleep(0.002)
-            spring(monkeypatch, EngineClient, "_dispatch", False, at=1)
+            trap = Trap(EngineClient, "_dispatch", late=False)
+            monkeypatch.setattr(EngineClient, "_dispatch", trap.method())
             assert served.engine.pid is not None
             pause_file.unlink()
             os.kill(served.engine.pid, signal.SIGKILL)

@@ -19,11 +19,11 @@ MIN_SHARE = 0.8  # of the rate of two servers without a proxy; 0.87 to 0.89 were
 ONLY_LOOPBACK = ("unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up; exec "$@"')
 
 
-def results_of(module: str) -> dict[str, Any]:
+def results_of(*arguments: str) -> dict[str, Any]:
     """Run a fleet and return its results, in a new network namespace if possible, since Ray listens
     on all addresses."""
     pytest.importorskip("ray", reason="needs Ray Serve: pip install 'cbatch[ray]'")
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", "tests.server.ray_fleet", *arguments]
     alone = [*ONLY_LOOPBACK, "sh"]
     if shutil.which("unshare") and not subprocess.run([*alone, "true"]).returncode:
         command = [*alone, *command]
@@ -39,7 +39,7 @@ def results_of(module: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return results_of("tests.server.ray_fleet")
+    return results_of()
 
 
 def test_serve_costs_little(results: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def test_a_call_longer_than_the_grace_time_gets_an_error(results: dict[str, Any]
 
 
 def test_the_command_serves_until_it_is_stopped() -> None:
-    result = results_of("tests.server.ray_command")
+    result = results_of("command")
     assert result["same"][0] == 0 and result["same"][1] > 0, "a session has one replica"
     assert result["others"][0] > 0, "sessions have more than one"
     (message,) = result["errors"]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.text.forced_tools import ForcedCall, JsonEnd, ToolCallPart
+from cbatch.text.forced_tools import ForcedCall, ForcedCallReader, JsonEnd, ToolCallPart
 from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought
 from cbatch.text.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser
 
@@ -29,9 +29,9 @@ QUOTED = f'<tool_call>{{"name": "write", "arguments": {json.dumps(TRICKY)}}}</to
 BAD = '<tool_call>{"name": "f", "arguments": {oops}}</tool_call>'
 FINAL, END = "<|channel|>final<|message|>", "<|end|><|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>"
-TO_F = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ROME}"
-
-TO_G = "<|channel|>commentary to=functions.g<|message|>"
+COMMENTARY = "<|channel|>commentary"
+TO_F = f"{COMMENTARY} to=functions.f <|constrain|>json<|message|>{ROME}"
+TO_G = f"{COMMENTARY} to=functions.g<|message|>"
 
 
 class Script(NamedTuple):
@@ -46,175 +46,111 @@ class Script(NamedTuple):
     in_thought: bool = False
 
 
-SCRIPTS = [
-    # Qwen: the model opens and closes its thought, or leaves it out.
-    Script(None, "qwen3", "<think>\nHm.\n</think>\n\nYes. ", "Yes. ", "Hm."),
-    Script(None, "qwen3", "\n<think>\n\n</think>\n\nYes", "Yes", ""),
-    Script(
-        None, "qwen3", "Yes, <think> is a tag, </think> too", "Yes, <think> is a tag, </think> too"
-    ),
-    Script(None, "qwen3", " \n<thin", " \n<thin"),
-    Script(None, "qwen3", "<think> a </thin b  ", "", "a </thin b"),
-    Script(None, "qwen3", "<think>a</think> <think>b</think>", "<think>b</think>", "a"),
-    Script(None, "qwen3", "<think>a</think>\n", "", "a"),
-    Script(None, "qwen3", "a\n\nb</think>c", "c", "a\n\nb", in_thought=True),
-    Script(None, "qwen3", "", ""),
-    # DeepSeek: the prompt opens the thought; the model may write the mark again.
-    Script(None, "deepseek_r1", "a</think>b", "b", "a", in_thought=True),
-    Script(None, "deepseek_r1", "<think>\na</think>\nb", "b", "a", in_thought=True),
-    Script(None, "deepseek_r1", "<thin</think>b", "b", "<thin", in_thought=True),
-    Script(None, "deepseek_r1", "</think>b", "b", in_thought=True),
-    Script(None, "deepseek_r1", "no answer yet ", "", "no answer yet", in_thought=True),
-    Script(None, "mistral", "[THINK]a [/THINKER] b[/THINK]c", "c", "a [/THINKER] b"),
-    # A call in a thought does not count; a tag without a call is text.
-    Script("hermes", "qwen3", f"<think>maybe {TAG}? No.</think>\nNo.", "No.", f"maybe {TAG}? No."),
-    Script(
-        "hermes",
-        "qwen3",
-        f"<think>I emit <tool_call> now.</think>\n{TAG}",
-        "",
-        "I emit <tool_call> now.",
-        [F],
-    ),
-    Script("hermes", "qwen3", f"<think>a</think>\n\nb\n{TAG} c", "b c", "a", [F]),
-    Script("hermes", "qwen3", f"a</think>{TAG}</think> d", "</think> d", "a", [F], in_thought=True),
-    Script("hermes", "qwen3", f"Write <tool_call> and {TAG}", "Write <tool_call> and", "", [F]),
-    Script(
-        "hermes", "qwen3", f"<tool_call> <tool_call>\n{TAG}", "<tool_call> <tool_call>", "", [F]
-    ),
-    Script("hermes", "qwen3", f"<tool_call>{OBJECT}\n{TAG}", "", "", [F, F]),
-    Script(
-        "hermes", "qwen3", f'<tool_call>{{"name": "f"\n{TAG}', '<tool_call>{"name": "f"', "", [F]
-    ),
-    Script("hermes", "qwen3", f"<tool_call>{OBJECT} so", " so", "", [F]),
-    Script("hermes", "qwen3", f"<tool_call>{OBJECT}<", "", "", [F]),
-    Script("hermes", "qwen3", '<tool_call>{"a": "<tool_call>', '<tool_call>{"a": "<tool_call>'),
-    Script(
-        "hermes",
-        "qwen3",
-        '<tool_call>{"a": [1, 2]}</tool_call>',
-        '<tool_call>{"a": [1, 2]}</tool_call>',
-    ),
-    # Hermes and Qwen: tags anywhere in the text.
-    *(
-        Script("hermes", "qwen3", text, content, "", calls)
-        for text, content, calls in (
-            ("Plain, with a < b, and <tool", "Plain, with a < b, and <tool", []),
-            (" \n", " \n", []),
-            (f"\n{TAG}\n", "", [F]),
-            (f"I look.\n{TAG}", "I look.", [F]),
-            (f"{TAG}{TRICKY_TAG}{TAG}", "", [F, ("write", TRICKY)] + [F]),
-            (f"a {TAG} b {TAG} c", "a b c", [F, F]),
-            (f"<tool_call{TAG}", "<tool_call", [F]),
-            (TAG.removesuffix("</tool_call>"), "", [F]),
-            (TAG.removesuffix("_call>"), "", [F]),
-            (f"{'x' * 60} {TAG[:-20]}", f"{'x' * 60} {TAG[:-20]}", []),
-            (f"{TAG}\n {BAD}", f"\n {BAD}", [F]),
-            ('<tool_call>{"arguments": null, "name": "g"}</tool_call>', "", [G]),
-            ('<tool_call>{"name": "g"}</tool_call>', "", [G]),
-            ('<tool_call>{"name": "g", "arguments": ""}</tool_call>', "", [G]),
-            (QUOTED, "", [("write", TRICKY)]),
-        )
-    ),
-    # Llama: the reply consists of calls from its beginning.
-    Script("llama3_json", "qwen3", f"<think>{OBJECT}</think>\n{OBJECT}", "", OBJECT, [F]),
-    Script(
-        "llama3_json", "qwen3", f'{OBJECT}; {{"name": "g", "parameters": {{}}}}\n', "", "", [F, G]
-    ),
-    Script("llama3_json", "qwen3", f"{OBJECT}; then", "; then", "", [F]),
-    Script("llama3_json", "qwen3", f'{{"a": 1}} {OBJECT}', f'{{"a": 1}} {OBJECT}'),
-    *(
-        Script("llama3_json", "qwen3", text, content, "", calls)
-        for text, content, calls in (
-            ("Hello {", "Hello {", []),
-            (f"See: {OBJECT}", f"See: {OBJECT}", []),
-            (OBJECT[:-1], OBJECT[:-1], []),
-            ('{"name": "Bob", "age": 7}', '{"name": "Bob", "age": 7}', []),
-            ('{"type": "function", "name": "g", "parameters": null}', "", [G]),
-            (f'{{"name": "f", "arguments": null, "parameters": {ROME}}}', "", [F]),
-        )
-    ),
-    # Mistral, older and newer.
-    Script(
-        "mistral",
-        "mistral",
-        f'a [TOOL_CALLS] [{OBJECT}, {{"name": "g", "arguments": {{}}}}] ',
-        "a",
-        "",
-        [F, G],
-    ),
-    Script(
-        "mistral",
-        "mistral",
-        f"[TOOL_CALLS]f[ARGS]{ROME}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{{}}",
-        "",
-        "",
-        [F, G],
-    ),
-    Script("mistral", "mistral", f"[TOOL_CALLS]f{ROME}", "", "", [F]),
-    Script(
-        "mistral", "mistral", f"[THINK][TOOL_CALLS]f{ROME}[/THINK]b", "b", f"[TOOL_CALLS]f{ROME}"
-    ),
-    Script("mistral", "mistral", f"[TOOL_CALLS] [{OBJECT}, and so", ", and so", "", [F]),
-    # A call may lack arguments, have null, or have the object as a text.
-    Script(
-        "mistral",
-        "mistral",
-        f'[TOOL_CALLS][{{"name": "g"}}, {{"name": "f", "arguments": {json.dumps(ROME)}}}]',
-        "",
-        "",
-        [G, F],
-    ),
-    Script("mistral", "mistral", "[TOOL_CALLS]g[ARGS] [TOOL_CALLS]g", "", "", [G, G]),
-    Script("mistral", "mistral", "[TOOL_CALLS]g[CALL_ID]x1[ARGS]null", "", "", [G]),
-    Script("mistral", "mistral", f"[TOOL_CALLS]f[ARGS]{json.dumps(ROME)} b", " b", "", [F]),
-    Script("mistral", "mistral", "[TOOL_CALLS]g nullable", "[TOOL_CALLS]g nullable"),
-    Script("mistral", "mistral", '[TOOL_CALLS]g "x" {', '[TOOL_CALLS]g "x" {'),
-    Script("mistral", "mistral", "[TOOL_CALLS] is a token", "[TOOL_CALLS] is a token"),
-    # gpt-oss
-    Script(None, "harmony", f"{ANALYSIS}Hm.{END}{FINAL}Yes.<|return|>", "Yes.", "Hm."),
-    Script(
-        None,
-        "harmony",
-        f"{ANALYSIS}a{END}{ANALYSIS}b{END}<|channel|>final <|constrain|>json<|message|>{{}}",
-        "{}",
-        "ab",
-    ),
-    Script(None, "harmony", f"{FINAL}<think> and <|x", "<think> and <|x"),
-    Script(None, "harmony", f"{ANALYSIS}cut <|en", "", "cut <|en"),
-    Script(None, "harmony", f"{ANALYSIS}a{END}<|channel|>fin", "", "a"),
-    Script(None, "harmony", "plain", "plain"),
-    Script("harmony", "harmony", f"{ANALYSIS}{TO_F}{END}{TO_F}<|call|>", "", TO_F, [F]),
-    Script(
-        "harmony",
-        "harmony",
-        f"<|channel|>commentary<|message|>I look.{END}{TO_F}",
-        "I look.",
-        "",
-        [F],
-    ),
-    Script(
-        "harmony",
-        "harmony",
-        f" to=functions.f<|channel|>commentary json<|message|>{ROME}",
-        "",
-        "",
-        [F],
-    ),
-    Script(
-        "harmony",
-        "harmony",
-        f"{ANALYSIS}a{END} to=functions.g<|channel|>analysis<|message|>{{}}",
-        "",
-        "a",
-        [G],
-    ),
-    Script("harmony", "harmony", f"{TO_G}<|call|>", "", "", [G]),
-    Script("harmony", "harmony", f"{TO_G}null{END}{TO_G}", "", "", [G, G]),
-    Script("harmony", "harmony", f"{TO_G}{json.dumps(ROME)}", "", "", [("g", ROME)]),
-    Script("harmony", "harmony", TO_F[:-1], TO_F[:-1]),
-    Script("harmony", "harmony", f"{FINAL}go to=functions.f", "go to=functions.f"),
-]
+def same(text: str) -> tuple[str, str]:
+    """Return a reply that is all answer."""
+    return text, text
+
+
+# By the formats of calls and thoughts: replies, with answer, thought and calls.
+REPLIES: dict[tuple[str | None, str], list[Any]] = {
+    (None, "qwen3"): [  # the model opens and closes its thought, or leaves it out
+        ("<think>\nHm.\n</think>\n\nYes. ", "Yes. ", "Hm."),
+        ("\n<think>\n\n</think>\n\nYes", "Yes"),
+        same("Yes, <think> is a tag, </think> too"),
+        same(" \n<thin"),
+        ("<think> a </thin b  ", "", "a </thin b"),
+        ("<think>a</think> <think>b</think>", "<think>b</think>", "a"),
+        ("<think>a</think>\n", "", "a"),
+        ("a\n\nb</think>c", "c", "a\n\nb", [], True),
+        same(""),
+    ],
+    (None, "deepseek_r1"): [  # the prompt opens the thought; the model may write the mark again
+        ("a</think>b", "b", "a", [], True),
+        ("<think>\na</think>\nb", "b", "a", [], True),
+        ("<thin</think>b", "b", "<thin", [], True),
+        ("</think>b", "b", "", [], True),
+        ("no answer yet ", "", "no answer yet", [], True),
+    ],
+    (None, "mistral"): [("[THINK]a [/THINKER] b[/THINK]c", "c", "a [/THINKER] b")],
+    ("hermes", "qwen3"): [  # tags anywhere; a call in a thought, or a tag without a call, is text
+        (f"<think>maybe {TAG}? No.</think>\nNo.", "No.", f"maybe {TAG}? No."),
+        (f"<think>Now <tool_call>.</think>\n{TAG}", "", "Now <tool_call>.", [F]),
+        (f"<think>a</think>\n\nb\n{TAG} c", "b c", "a", [F]),
+        (f"a</think>{TAG}</think> d", "</think> d", "a", [F], True),
+        (f"Write <tool_call> and {TAG}", "Write <tool_call> and", "", [F]),
+        (f"<tool_call> <tool_call>\n{TAG}", "<tool_call> <tool_call>", "", [F]),
+        (f"<tool_call>{OBJECT}\n{TAG}", "", "", [F, F]),
+        (f'<tool_call>{{"name": "f"\n{TAG}', '<tool_call>{"name": "f"', "", [F]),
+        (f"<tool_call>{OBJECT} so", " so", "", [F]),
+        (f"<tool_call>{OBJECT}<", "", "", [F]),
+        same('<tool_call>{"a": "<tool_call>'),
+        same('<tool_call>{"a": [1, 2]}</tool_call>'),
+        same("Plain, with a < b, and <tool"),
+        same(" \n"),
+        (f"\n{TAG}\n", "", "", [F]),
+        (f"{TAG}{TRICKY_TAG}{TAG}", "", "", [F, ("write", TRICKY), F]),
+        (f"a {TAG} b {TAG} c", "a b c", "", [F, F]),
+        (f"<tool_call{TAG}", "<tool_call", "", [F]),
+        (TAG.removesuffix("</tool_call>"), "", "", [F]),
+        (TAG.removesuffix("_call>"), "", "", [F]),
+        same(f"{'x' * 60} {TAG[:-20]}"),
+        (f"{TAG}\n {BAD}", f"\n {BAD}", "", [F]),
+        ('<tool_call>{"arguments": null, "name": "g"}</tool_call>', "", "", [G]),
+        ('<tool_call>{"name": "g"}</tool_call>', "", "", [G]),
+        ('<tool_call>{"name": "g", "arguments": ""}</tool_call>', "", "", [G]),
+        (QUOTED, "", "", [("write", TRICKY)]),
+    ],
+    ("llama3_json", "qwen3"): [  # the reply consists of calls from its beginning
+        (f"<think>{OBJECT}</think>\n{OBJECT}", "", OBJECT, [F]),
+        (f'{OBJECT}; {{"name": "g", "parameters": {{}}}}\n', "", "", [F, G]),
+        (f"{OBJECT}; then", "; then", "", [F]),
+        same(f'{{"a": 1}} {OBJECT}'),
+        same("Hello {"),
+        same(f"See: {OBJECT}"),
+        same(OBJECT[:-1]),
+        same('{"name": "Bob", "age": 7}'),
+        ('{"type": "function", "name": "g", "parameters": null}', "", "", [G]),
+        (f'{{"name": "f", "arguments": null, "parameters": {ROME}}}', "", "", [F]),
+    ],
+    # Older and newer. A call may lack arguments, have null, or have the object as a text.
+    ("mistral", "mistral"): [
+        (f'a [TOOL_CALLS] [{OBJECT}, {{"name": "g", "arguments": {{}}}}] ', "a", "", [F, G]),
+        (f"[TOOL_CALLS]f[ARGS]{ROME}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{{}}", "", "", [F, G]),
+        (f"[TOOL_CALLS]f{ROME}", "", "", [F]),
+        (f"[THINK][TOOL_CALLS]f{ROME}[/THINK]b", "b", f"[TOOL_CALLS]f{ROME}"),
+        (f"[TOOL_CALLS] [{OBJECT}, and so", ", and so", "", [F]),
+        (f'[TOOL_CALLS][{{"name": "g"}}, {OBJECT}]', "", "", [G, F]),
+        ("[TOOL_CALLS]g[ARGS] [TOOL_CALLS]g", "", "", [G, G]),
+        ("[TOOL_CALLS]g[CALL_ID]x1[ARGS]null", "", "", [G]),
+        (f"[TOOL_CALLS]f[ARGS]{json.dumps(ROME)} b", " b", "", [F]),
+        same("[TOOL_CALLS]g nullable"),
+        same('[TOOL_CALLS]g "x" {'),
+        same("[TOOL_CALLS] is a token"),
+    ],
+    (None, "harmony"): [  # gpt-oss
+        (f"{ANALYSIS}Hm.{END}{FINAL}Yes.<|return|>", "Yes.", "Hm."),
+        (
+            f"{ANALYSIS}a{END}{ANALYSIS}b{END}<|channel|>final <|constrain|>json<|message|>{{}}",
+            *("{}", "ab"),
+        ),
+        (f"{FINAL}<think> and <|x", "<think> and <|x"),
+        (f"{ANALYSIS}cut <|en", "", "cut <|en"),
+        (f"{ANALYSIS}a{END}<|channel|>fin", "", "a"),
+        same("plain"),
+    ],
+    ("harmony", "harmony"): [
+        (f"{ANALYSIS}{TO_F}{END}{TO_F}<|call|>", "", TO_F, [F]),
+        (f"{COMMENTARY}<|message|>I look.{END}{TO_F}", "I look.", "", [F]),
+        (f" to=functions.f{COMMENTARY} json<|message|>{ROME}", "", "", [F]),
+        (f"{ANALYSIS}a{END} to=functions.g<|channel|>analysis<|message|>{{}}", "", "a", [G]),
+        (f"{TO_G}<|call|>", "", "", [G]),
+        (f"{TO_G}null{END}{TO_G}", "", "", [G, G]),
+        (f"{TO_G}{json.dumps(ROME)}", "", "", [("g", ROME)]),
+        same(TO_F[:-1]),
+        (f"{FINAL}go to=functions.f", "go to=functions.f"),
+    ],
+}
+SCRIPTS = [Script(*formats, *row) for formats, rows in REPLIES.items() for row in rows]
 
 
 @pytest.mark.parametrize("start", ["[TOOL_CALLS]", "[TOOL_CALLS]now[ARGS]", '{"name": "x"}'])
@@ -313,7 +249,7 @@ FRAGMENTS = [
     st.booleans(),
     st.booleans(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120)
 def test_any_fragments_are_read_the_same_however_they_are_cut(
     texts: list[str], places: list[int], calls: Any, thoughts: Any, separate: bool, begun: bool
 ) -> None:
@@ -332,40 +268,14 @@ def test_any_fragments_are_read_the_same_however_they_are_cut(
         assert "".join(want) == text, "without calls nothing is lost"
 
 
-# Texts that may complete a partial object to a call.
-JSON_ENDS = ("", '"', 'e"', '": 1', ": 1", "1", "1]", "]", '"]', '": {}', ': "f"')
-SHORT = [script for script in SCRIPTS if len(script.text) < 60 and script.thoughts != "harmony"]
-
-
-@pytest.mark.parametrize("script", SHORT, ids=lambda script: f"{script.calls} {script.text[:40]!r}")
-def test_only_text_that_later_text_can_change_is_held_back(script: Script) -> None:
-    calls = CALLS[script.calls] if script.calls else None
-    marks = ReplyFormat(calls, THOUGHTS[script.thoughts]).marks
-    ends = {mark[n:] for mark in (*marks, "null") for n in range(len(mark))} | {
-        "",
-        " ",
-        '"}',
-        "}",
-        "{",
-    }
-    nexts = {end + more for end in ends for more in ("", "x", " x", OBJECT, "1")}
-    nexts |= {f"{end}{more}{OBJECT[1:]}" for end in JSON_ENDS for more in ("", ", ")}
-    nexts |= {OBJECT[n:] for n in range(len(OBJECT))}
-    for at in range(len(script.text) + 1):
-        reader = reader_of(script)
-        text = flat([part for part in reader.push(script.text[:at])])
-        outcomes = [
-            read(reader_of(script), [script.text[:at] + end]) for end in {*nexts, script.text[at:]}
-        ]
-        decided = outcomes[0]
-        for other in outcomes[1:]:
-            same = 0
-            for a, b in zip(decided, other, strict=False):
-                if a != b or type(a) is not type(b):
-                    break
-                same += 1
-            decided = decided[:same]
-        assert text == decided, script.text[:at]
+@pytest.mark.parametrize("formats", REPLIES, ids=str)
+def test_text_that_begins_no_mark_comes_at_once(formats: tuple[str | None, str]) -> None:
+    begin = FINAL if formats[1] == "harmony" else ""
+    for text, held in (("Yes, it is", ""), ("Is a < b", ""), ("a\n\nb", ""), ("So ", " ")):
+        reader = reader_of(Script(*formats, text))
+        reader.push(begin)
+        shown = "".join(str(part) for part in reader.push(text))
+        assert shown in (text, text.removesuffix(held)), text
 
 
 @given(
@@ -383,6 +293,7 @@ def test_only_text_that_later_text_can_change_is_held_back(script: Script) -> No
     st.text(max_size=4),
     st.booleans(),
 )
+@settings(max_examples=25)
 def test_the_end_of_an_object_is_where_a_parser_finds_it(
     value: dict[str, Any], after: str, ascii_only: bool
 ) -> None:
@@ -454,3 +365,33 @@ def test_the_prompt_decides_whether_a_reply_begins_in_a_thought(
 ) -> None:
     assert THOUGHTS["qwen3"].reply_starts_inside(prompt) is qwen3
     assert THOUGHTS["deepseek_r1"].reply_starts_inside(prompt) is deepseek_r1
+
+
+ARGUMENTS = ('{"city": "a}]b\\"{[", "days": 1}', "{}", '{"a": {"b": [1, {"c": "\\\\"}]}}')
+LISTED = "[" + ", ".join(f'{{"name": "f{n}", "arguments": {a}}}' for n, a in enumerate(ARGUMENTS))
+
+
+def forced_calls(reader: ForcedCallReader, pieces: list[str]) -> Calls:
+    calls: Calls = []
+    for part in (part for piece in pieces for part in reader.push(piece)):
+        if part.call == len(calls):
+            assert part.id is not None
+            calls.append((part.name or "", ""))
+        name, arguments = calls[part.call]
+        calls[part.call] = (name, arguments + part.arguments)
+    return calls
+
+
+def test_forced_calls_are_read_however_the_text_is_cut() -> None:
+    for pieces in cuts(LISTED):
+        reader = ForcedCallReader(None)
+        assert forced_calls(reader, pieces) == [(f"f{n}", a) for n, a in enumerate(ARGUMENTS)]
+        assert not reader.complete
+        assert reader.push("]") == [] and reader.complete
+    for arguments in ARGUMENTS:
+        for pieces in cuts(arguments):
+            named = ForcedCallReader("g")
+            assert forced_calls(named, pieces) == [("g", arguments)] and named.complete
+        named = ForcedCallReader("g")
+        named.push(arguments[:-1])
+        assert not named.complete

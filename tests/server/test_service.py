@@ -13,24 +13,23 @@ from typing import Any
 
 import pytest
 
-from cbatch import FieldError, FinishReason, Output, SamplingParams
+from cbatch import FieldError, Output, SamplingParams
 from cbatch.process.client import EngineClient
-from cbatch.server.protocol.errors import ServiceError, SlowReaderError
+from cbatch.server.protocol.errors import SlowReaderError
 from cbatch.server.protocol.fields import AnyPrompt, ApiRequest, RequestFields
-from cbatch.server.serving import open_request as calls
 from cbatch.server.serving import service as service_module
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.open_request import OpenRequest, merged_outputs
 from cbatch.server.serving.service import EngineService
 from tests.process.factories import SimFactory
 from tests.process.threads import EngineThread
+from tests.server.engines import PROMPT
 from tests.server.http_client import open_request, served_model
+from tests.server.raw_calls import run
 from tests.toy_engine import TOKENIZER
 
-PROMPT = "def add(a, b):"
-
-
 LONG = SamplingParams(max_tokens=450, seed=1)
+SHORT = SamplingParams(max_tokens=2)
 
 
 @asynccontextmanager
@@ -38,13 +37,10 @@ async def service(
     limits: Limits | None = None, *, step_s: float = 0.002, lookahead: str = "fixed:3", **sizes: Any
 ) -> AsyncIterator[EngineService]:
     vocab_size = TOKENIZER.vocab_size
-    factory = SimFactory(vocab_size=vocab_size, step_s=step_s, lookahead=lookahead, sizes=sizes)
-    core = factory()
+    core = SimFactory(vocab_size=vocab_size, step_s=step_s, lookahead=lookahead, sizes=sizes)()
     core.grammars = None
-    client = EngineClient(partial(EngineThread, core))
-    made = EngineService(client, TOKENIZER, limits=limits)
-    engine = await made.start()
-    made.open(served_model(engine, TOKENIZER))
+    made = EngineService(EngineClient(partial(EngineThread, core)), TOKENIZER, limits=limits)
+    made.open(served_model(await made.start(), TOKENIZER))
     try:
         yield made
     finally:
@@ -70,11 +66,12 @@ def children() -> set[str]:
 
 
 async def idle(made: EngineService) -> None:
-    while (
-        made.client.stats is None or made.client.stats.num_running or made.client.stats.num_waiting
-    ):
+    while (stats := made.client.stats) is None or stats.num_running or stats.num_waiting:
         await asyncio.sleep(0.002)
     assert made.num_requests == made.queue.num_requests == made.queue.num_prompt_tokens == 0
+
+
+# ---- the first steps and the last ----------------------------------------------------------------
 
 
 def test_draining_waits_for_a_prompt_that_is_being_tokenized(
@@ -85,17 +82,16 @@ def test_draining_waits_for_a_prompt_that_is_being_tokenized(
     async def scene() -> None:
         async with service(max_model_len=8000, num_blocks=4000) as made:
             prompt = "ab " * 5000
-            params = SamplingParams(max_tokens=3)
-            submitting = asyncio.create_task(submit(made, prompt[:4000], params))
-            beside = asyncio.create_task(submit(made, prompt, params))
+            fits = asyncio.create_task(submit(made, prompt[:4000], SHORT))
+            too_long = asyncio.create_task(submit(made, prompt, SHORT))
             await asyncio.sleep(0)
             await made.drain(30)
-            assert (await read(await submitting))[-1].finished is not None
+            assert (await read(await fits))[-1].finished is not None
             with pytest.raises(FieldError, match="prompt: .* resulted in 10000 tokens"):
-                await beside
+                await too_long
             await idle(made)
 
-    asyncio.run(scene())
+    run(scene())
 
 
 @pytest.mark.parametrize("steps", [True, False])
@@ -110,7 +106,7 @@ def test_a_warm_service_has_started_its_first_worker_and_run_its_first_steps(ste
             assert made.client.stats is not None and bool(made.client.stats.totals.steps) == steps
             assert not made.queue.rejections
 
-    asyncio.run(scene())
+    run(scene())
 
 
 def test_requests_wait_for_the_first_steps_and_the_service_says_that_it_is_not_ready() -> None:
@@ -119,19 +115,19 @@ def test_requests_wait_for_the_first_steps_and_the_service_says_that_it_is_not_r
             assert made.ready
             made.start_warming(steps=True)
             assert made.running and not made.ready
-            opened = await submit(made, PROMPT, SamplingParams(max_tokens=2))
+            opened = await submit(made, PROMPT, SHORT)
             assert made.ready, "the first steps are over"
             assert (await read(opened))[-1].finished is not None
             await idle(made)
             assert not made.queue.rejections
 
-    asyncio.run(scene())
+    run(scene())
 
 
 @pytest.mark.parametrize("grace_s", [None, 30])
 def test_a_stop_does_not_wait_for_the_first_steps(grace_s: float | None) -> None:
     async def scene() -> None:
-        async with service(step_s=5) as made:
+        async with service(step_s=1.5) as made:
             made.start_warming(steps=True)
             while not made.num_requests:
                 await asyncio.sleep(0.01)
@@ -141,7 +137,7 @@ def test_a_stop_does_not_wait_for_the_first_steps(grace_s: float | None) -> None
                 assert time.monotonic() - begin_s < grace_s
                 assert made.stopping and not made.num_open
 
-    asyncio.run(scene())
+    run(scene())
 
 
 def test_requests_are_served_after_first_steps_that_fail(
@@ -150,64 +146,30 @@ def test_requests_are_served_after_first_steps_that_fail(
     async def scene() -> None:
         async with service() as made:
             made.start_warming(steps=True)
-            opened = await submit(made, [1, 2, 3], SamplingParams(max_tokens=2))
+            opened = await submit(made, [1, 2, 3], SHORT)
             assert (await read(opened))[-1].finished is not None and made.ready
 
     async def killed(*_: Any) -> None:
         raise OSError("the fork server was killed")
 
     monkeypatch.setattr(service_module.WorkerPool, "warm", killed)
-    asyncio.run(scene())
+    run(scene())
     assert "requests are served without them" in caplog.text
+
+
+# ---- outputs -------------------------------------------------------------------------------------
 
 
 def test_a_rejected_request_frees_its_place() -> None:
     async def scene() -> None:
         async with service(step_s=0.02) as made:
-            for prompt, params in (([10**6], LONG), ("", LONG), ([1] * 1000, LONG)):
+            for prompt in ([10**6], "", [1] * 1000):
                 with pytest.raises(FieldError):
-                    await submit(made, prompt, params)
+                    await submit(made, prompt, LONG)
             await submit(made, PROMPT, LONG)
             assert made.num_requests == 1 and made.queue.num_requests <= 1
 
-    asyncio.run(scene())
-
-
-def test_a_text_that_cannot_be_decoded_ends_only_its_own_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Broken(calls.ServedChoice):
-        def extend(self, *args: Any) -> Output:
-            if self.request.prompt[0] == 7:
-                raise RuntimeError("on purpose")
-            return super().extend(*args)
-
-    monkeypatch.setattr(calls, "ServedChoice", Broken)
-
-    async def scene() -> None:
-        async with service() as made:
-            broken = await submit(made, [7, 8], LONG)
-            fine = await submit(made, [8, 7], LONG)
-            with pytest.raises(ServiceError, match="on purpose"):
-                await read(broken)
-            assert (await read(fine))[-1].finished is not None
-
-    asyncio.run(scene())
-
-
-def test_streamed_outputs_are_not_kept_for_the_final_choice() -> None:
-    async def scene(whole: bool) -> None:
-        async with service() as made:
-            params = SamplingParams(max_tokens=40, seed=1, logprobs=0)
-            opened = await submit(made, PROMPT, params, stream=not whole)
-            *_, last = outputs = await read(opened)
-            assert sum(len(output.token_ids) for output in outputs) == 40
-            choice, text = last.finished, "".join(output.text for output in outputs)
-            assert choice is not None and choice.finish_reason is FinishReason.LENGTH
-            assert (choice.text, len(choice.token_ids)) == ((text, 40) if whole else ("", 0))
-
-    asyncio.run(scene(True))
-    asyncio.run(scene(False))
+    run(scene())
 
 
 @pytest.mark.parametrize(("num_prompts", "share"), [(1, 300), (3, 100)])
@@ -231,11 +193,12 @@ def test_the_prompts_of_a_call_share_the_limit_of_unread_tokens(
                 (unread,) = map(int, re.findall(r"left (\d+) tokens", str(raised.value)))
                 assert share < unread <= share + 4
 
-    asyncio.run(scene())
+    run(scene())
 
 
 def test_unread_outputs_of_merged_streams_stay_bounded() -> None:
-    """A paused reader takes no outputs from the streams, whose unread outputs are limited."""
+    """A paused reader takes no outputs from the streams, whose unread outputs are limited. A failed
+    stream ends the others."""
 
     async def scene() -> tuple[list[int], list[int]]:
         streams = [open_request(n=2) for _ in range(2)]
@@ -251,6 +214,8 @@ def test_unread_outputs_of_merged_streams_stay_bounded() -> None:
         rest = await anext(reading)
         with pytest.raises(SlowReaderError):
             await anext(reading)
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0)
         return unread, [at for at, _ in first + rest]
 
     assert asyncio.run(scene()) == ([3, 3], [0, 1, 0, 1])
@@ -263,18 +228,4 @@ def test_a_step_with_many_tokens_does_not_make_a_client_slow() -> None:
             outputs = await read(await submit(made, PROMPT, params))
             assert sum(len(output.token_ids) for output in outputs) == 32 * 40
 
-    asyncio.run(scene())
-
-
-def test_a_failed_stream_does_not_block_the_others() -> None:
-    async def scene() -> None:
-        streams = [open_request() for _ in range(3)]
-        streams[1].fail(SlowReaderError("on purpose"))
-        with pytest.raises(SlowReaderError):
-            async for _ in merged_outputs(streams):
-                pass
-        async with asyncio.timeout(60):
-            while len(asyncio.all_tasks()) > 1:
-                await asyncio.sleep(0)
-
-    asyncio.run(scene())
+    run(scene())

@@ -7,13 +7,13 @@ import asyncio
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from cbatch.core.request.request import StructuredOutputs
 from cbatch.grammars.validator import try_out
@@ -29,15 +29,8 @@ from cbatch.system.shares import NoPlaceError, Places, SharedLimit
 from cbatch.text import ChatTemplate, TextTokenizer
 from cbatch.workers import TaskLimits, WorkerPool
 from tests.server import test_service
-from tests.server.http_client import (
-    CHAT,
-    COMPLETIONS,
-    Client,
-    sample,
-    serving,
-    toy_model,
-    wait_until,
-)
+from tests.server.apis import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, body_of
+from tests.server.http_client import Client, sample, serving, toy_model, wait_until
 from tests.server.raw_calls import during_honest_calls, exchange, post, run, statuses
 from tests.server.test_admission_queue import make
 from tests.toy_engine import TOKENIZER, make_engine
@@ -45,14 +38,12 @@ from tests.workers.imports import imports_of
 
 LIMITS = Limits(prompt_timeout_s=0.5, prompt_memory_bytes=2**26)
 QUICK = "{{ messages[0].content[:8] }}"
-FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + QUICK
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 # Parts of one template: quick for short conversations, and much time or memory for others.
 PARTS = {
-    "a loop without an end": FOREVER,
     "quadratic in characters": "{% set text = messages[0].content %}"
     "{% for i in text %}{% for j in text %}{% endfor %}{% endfor %}" + QUICK,
-    "by a variable": "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}"
-    + QUICK,
+    "by a variable": LOOPS.replace("99999", "n") + QUICK,
     "all memory in one expression": "{{ messages[0].content * 99999999 }}",
     "all memory bit by bit": "{% for i in range(99999) %}{{ messages[0] }}{% endfor %}",
     "deep": "{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}",
@@ -60,38 +51,23 @@ PARTS = {
 TEMPLATE = "".join(
     f"{{% if part == '{name}' %}}{text}{{% endif %}}" for name, text in PARTS.items()
 )
-MESSAGES = [{"role": "user", "content": "ab" * 6000}]
-MODEL = toy_model("{{ messages[0].content }}", max_model_len=10**6)
-CONVERSATION = {"messages": MESSAGES, "chat_template_kwargs": {"n": 99999}, "max_tokens": 2}
+# A conversation that begins with "!" takes all of its time.
+SLOW_TEMPLATE = ChatTemplate(
+    f"{{% if messages[0].content[0] == '!' %}}{LOOPS}{{% endif %}}{QUICK}", {}, "the test"
+)
+SLOW, LONG = "!" * 12_000, "a" * 12_000
+SLOW_CHAT = body_of(CHAT, SLOW, 2)
 
 
-def asking(part: str, messages: Any = MESSAGES) -> dict[str, Any]:
+def asking(part: str, text: str = "ab" * 6000) -> dict[str, Any]:
     """Return a call that renders a part of `TEMPLATE`."""
-    return {"messages": messages, "chat_template_kwargs": {"part": part, "n": 99999}}
-
-
-def tokenizer(change: Callable[[Tokenizer], None]) -> TextTokenizer:
-    raw = Tokenizer.from_str(TOKENIZER.raw.to_str())
-    change(raw)
-    return TextTokenizer(raw, "the test")
-
-
-def split(raw: Tokenizer) -> None:
-    steps = [pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated"), raw.pre_tokenizer]
-    raw.pre_tokenizer = pre_tokenizers.Sequence(steps)
-
-
-def replace(raw: Tokenizer) -> None:
-    raw.normalizer = normalizers.Replace(Regex("(x+x+)+y"), "z")
+    return body_of(CHAT, text, 2, chat_template_kwargs={"part": part, "n": 99999})
 
 
 @contextmanager
-def served(
-    template: str = QUICK, used_tokenizer: TextTokenizer = TOKENIZER, **options: Any
-) -> Iterator[Client]:
-    chat_template = ChatTemplate(template, {}, "the test's template")
-    engine = make_engine(tokenizer=used_tokenizer, max_model_len=4096, num_blocks=512)
-    with serving(engine, LIMITS, chat_template=chat_template, **options) as client:
+def served(template: str, tokenizer: TextTokenizer = TOKENIZER) -> Iterator[Client]:
+    engine = make_engine(tokenizer=tokenizer, max_model_len=4096, num_blocks=512)
+    with serving(engine, LIMITS, chat_template=ChatTemplate(template, {}, "the test")) as client:
         yield client
 
 
@@ -114,24 +90,20 @@ def client() -> Iterator[Client]:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_template_that_exceeds_the_limits_is_rejected(client: Client, part: str) -> None:
     body = asking(part)
-    assert "template" in refused(client, body | {"max_tokens": 2}, CHAT, "messages")
+    assert "template" in refused(client, body, CHAT, "messages")
     if part == "by a variable":
+        del body["max_tokens"]
         refused(client, body, "/tokenize", "prompt")
-
-
-def test_a_slow_prompt_does_not_slow_other_prompts(client: Client) -> None:
-    """The same template is quick for a short conversation, also after a slow one."""
-    part, short = "quadratic in characters", [{"role": "user", "content": "ab"}]
-    refused(client, asking(part) | {"max_tokens": 2}, CHAT, "messages")
-    assert client.post(asking(part, short) | {"max_tokens": 2}, CHAT)[0] == 200
+    if part == "quadratic in characters":  # it is quick for a short one, also after a slow one
+        assert client.post(asking(part, "ab"), CHAT)[0] == 200
 
 
 def test_a_worker_has_imported_all_that_it_needs() -> None:
     """An import takes more time than the task, and is repeated in each worker."""
-    body = json.dumps(CONVERSATION).encode()
+    model = toy_model("{{ messages[0].content }}", max_model_len=10**6)
+    chat = parse_chat(json.dumps(body_of(CHAT)).encode(), model).prompts[0]
     tasks = (
-        partial(on_model, parse_chat(body, MODEL).prompts[0].task),
-        partial(on_model, partial(text_ids, "ab")),
+        *(partial(on_model, each) for each in (chat.task, partial(text_ids, "ab"))),
         partial(on_model, partial(tokenize, b'{"prompt": "ab"}')),
         partial(on_model, partial(detokenize, b'{"tokens": [5]}')),
         partial(try_out, StructuredOutputs(regex="[a-z]+")),
@@ -140,7 +112,7 @@ def test_a_worker_has_imported_all_that_it_needs() -> None:
     )
 
     async def scene() -> None:
-        pool = WorkerPool(partial(WorkerState, MODEL, TOKENIZER.vocab_size, (0,)))
+        pool = WorkerPool(partial(WorkerState, model, TOKENIZER.vocab_size, (0,)))
         try:
             for task in tasks:
                 probe = partial(imports_of, pickle.dumps(task))
@@ -148,18 +120,19 @@ def test_a_worker_has_imported_all_that_it_needs() -> None:
         finally:
             await pool.close()
 
-    asyncio.run(asyncio.wait_for(scene(), 60))
+    run(scene())
 
 
-@pytest.mark.parametrize("change", [split, replace])
-def test_a_regular_expression_of_the_tokenizer(change: Callable[[Tokenizer], None]) -> None:
+def test_a_regular_expression_of_the_tokenizer() -> None:
     """It takes unlimited time for a text of a few hundred characters."""
+    raw = Tokenizer.from_str(TOKENIZER.raw.to_str())
+    steps = [pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated"), raw.pre_tokenizer]
+    raw.pre_tokenizer = pre_tokenizers.Sequence(steps)
     slow = " ".join(["x" * 21 + "c"] * 400)
-    messages = [{"role": "user", "content": slow}]
-    with served("{{ messages[0].content }}", tokenizer(change)) as client:
+    with served("{{ messages[0].content }}", TextTokenizer(raw, "the test")) as client:
         for body, path, field in (
             ({"prompt": ["a", slow], "truncate_prompt_tokens": 4}, COMPLETIONS, "prompt"),
-            ({"messages": messages}, CHAT, "messages"),
+            (body_of(CHAT, slow), CHAT, "messages"),
             ({"prompt": slow}, "/tokenize", "prompt"),
         ):
             assert "0.5 s of CPU time" in refused(client, body, path, field)
@@ -173,9 +146,8 @@ def test_a_slow_prompt_waits_for_a_worker_only_for_a_limited_time(
 ) -> None:
     monkeypatch.setattr(prompts_module, "WAIT_S", 0.2)
     limits = Limits(prompt_timeout_s=2)
-    template = ChatTemplate(FOREVER, {}, "the test")
-    with serving(make_engine(), limits, chat_template=template) as client:
-        calls = [post(CONVERSATION, b"connection: close", path=CHAT.encode())] * 6
+    with serving(make_engine(), limits, chat_template=SLOW_TEMPLATE) as client:
+        calls = [post(SLOW_CHAT, b"connection: close", path=CHAT.encode())] * 6
 
         async def scene() -> list[int]:
             answers = await asyncio.gather(*(exchange(client.port, each) for each in calls))
@@ -190,56 +162,19 @@ def test_a_stop_signal_does_not_wait_for_a_slow_prompt(monkeypatch: pytest.Monke
 
     async def scene() -> None:
         async with test_service.service(Limits(prompt_timeout_s=600)) as made:
-            model = toy_model(FOREVER, max_model_len=10**6)
+            model = toy_model(LOOPS, max_model_len=10**6)
             made.open(model)
-            (prompt,) = parse_chat(json.dumps(CONVERSATION).encode(), model).prompts
-            slow = test_service.submit(made, prompt, test_service.LONG)
-            task = asyncio.create_task(slow)
+            (prompt,) = parse_chat(json.dumps(SLOW_CHAT).encode(), model).prompts
+            task = asyncio.create_task(test_service.submit(made, prompt, test_service.LONG))
             await asyncio.sleep(0.5)
             await made.drain(600)
             with pytest.raises(ServiceDownError, match="stopping"):
                 await task
 
-    asyncio.run(asyncio.wait_for(scene(), 60))
+    run(scene())
 
 
-def test_a_client_that_leaves_ends_its_slow_prompt() -> None:
-    limits = Limits(prompt_timeout_s=600)
-    with serving(
-        make_engine(), limits, chat_template=ChatTemplate(FOREVER, {}, "the test")
-    ) as client:
-        for _ in range(6):
-            with client.begin(CONVERSATION, CHAT):
-                time.sleep(0.05)
-        while sample(client, "cbatch:open_calls"):
-            time.sleep(0.01)
-
-
-# ---- keys share what is scarce ----
-
-# A conversation that begins with "!" takes all of its time.
-SLOW_TEMPLATE = ChatTemplate(
-    "{% if messages[0].content[0] == '!' %}{% for i in range(99999) %}{% for j in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content[:8] }}",
-    {},
-    "the test",
-)
-
-
-def chat(text: str, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], "max_tokens": 2, **more}
-
-
-SLOW, HONEST = chat("!" * 12_000), chat("a" * 12_000)
-
-
-PATHS: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, HONEST),
-    (CHAT, HONEST | {"stream": True}),
-    ("/v1/messages", HONEST),
-    ("/v1/responses", {"input": "a" * 12_000, "max_output_tokens": 2}),
-    ("/v1/messages/count_tokens", {"messages": HONEST["messages"]}),
-]
+# ---- keys share what is scarce -------------------------------------------------------------------
 
 
 def open_calls(client: Client) -> float:
@@ -248,26 +183,26 @@ def open_calls(client: Client) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("cbatch:open_calls"))
 
 
-def called(client: Client, key: str, body: dict[str, Any], path: str = CHAT) -> int:
-    with client.open(body, path, {"authorization": f"Bearer {key}"}) as response:
-        response.read()
-        return response.status
-
-
 def test_slow_prompts_of_one_key_do_not_delay_long_prompts_of_another() -> None:
-    """They would take forty seconds."""
-    limits, keys = Limits(prompt_timeout_s=10), KeyRing(["a", "b"])
-    with (
-        serving(make_engine(), limits, chat_template=SLOW_TEMPLATE, keys=keys) as client,
-        ExitStack() as stack,
-    ):
-        assert called(client, "b", HONEST) == 200  # the workers have started
-        for _ in range(8):
-            stack.enter_context(client.begin(SLOW, CHAT, {"authorization": "Bearer a"}))
-        wait_until(lambda: open_calls(client) == 8)
-        for path, body in (*PATHS, ("/tokenize", {"messages": HONEST["messages"]})):
-            assert called(client, "b", body, path) == 200
-        assert open_calls(client) == 8, "none of them has ended"
+    """They would take forty seconds. They end when their clients leave."""
+    limits, keys = Limits(prompt_timeout_s=600), KeyRing(["a", "b"])
+    calls = [(path, body_of(path, LONG, 2)) for path in APIS[1:]]
+    messages = {"messages": calls[0][1]["messages"]}
+    calls += [(CHAT, calls[0][1] | {"stream": True})]
+    calls += [(path, messages) for path in (f"{MESSAGES}/count_tokens", "/tokenize")]
+    with serving(make_engine(), limits, chat_template=SLOW_TEMPLATE, keys=keys) as client:
+        with ExitStack() as stack:
+            for number in range(9):
+                if number == 1:
+                    for _ in range(7):
+                        key = {"authorization": "Bearer a"}
+                        stack.enter_context(client.begin(SLOW_CHAT, CHAT, key))
+                    wait_until(lambda: open_calls(client) == 7)
+                path, body = calls[number % len(calls)]
+                with client.open(body, path, {"authorization": "Bearer b"}) as response:
+                    assert response.read() and response.status == 200, path
+            assert open_calls(client) == 7, "none of them has ended"
+        wait_until(lambda: not open_calls(client))
 
 
 def test_prompts_that_are_being_tokenized_do_not_count_as_prompts_to_compute() -> None:
@@ -314,7 +249,7 @@ def test_owners_take_turns_for_places() -> None:
         assert all(not places.num_open(owner) for owner in "abc")
         return order
 
-    order = asyncio.run(asyncio.wait_for(scene(), 60))
+    order = run(scene())
     assert sorted(order) == list("aaaaabbc")
     assert set(order[:3]) == set("abc") and order[-2:] == list("aa")
 
@@ -322,6 +257,11 @@ def test_owners_take_turns_for_places() -> None:
 def test_a_place_is_given_back_however_its_user_ends() -> None:
     async def scene() -> None:
         places = Places(2)
+
+        async def use(owner: str | None) -> None:
+            async with places.place(owner, 60):
+                pass
+
         for owner in (None, "a"):
             for _ in range(5):
                 with pytest.raises(KeyError):
@@ -332,19 +272,14 @@ def test_a_place_is_given_back_however_its_user_ends() -> None:
                         with pytest.raises(NoPlaceError, match="taken for 0.01 s"):
                             async with places.place(waiting, 0.01):
                                 pass
-                    task = asyncio.create_task(_use(places, owner))
+                    task = asyncio.create_task(use(owner))
                     await asyncio.sleep(0)
                     task.cancel()
         async with places.place("a", 1), places.place("b", 1):
             pass
         assert not places.num_open("a") and not places.num_open(None)
 
-    asyncio.run(asyncio.wait_for(scene(), 60))
-
-
-async def _use(places: Places, owner: str | None) -> None:
-    async with places.place(owner, 60):
-        pass
+    run(scene())
 
 
 # ---- time limits ---------------------------------------------------------------------------------
@@ -353,15 +288,15 @@ async def _use(places: Places, owner: str | None) -> None:
 @pytest.mark.parametrize("of_server", [False, True])
 def test_a_time_limit_holds_while_a_prompt_waits_for_a_worker(of_server: bool) -> None:
     limits = Limits(prompt_timeout_s=60, timeout_s=1.0 if of_server else None)
+    # The server's limit ends the other slow prompts as well.
+    own = {} if of_server else {"timeout": 0.5}
     with serving(make_engine(), limits, chat_template=SLOW_TEMPLATE) as client:
-        for path, body in (*PATHS, ("/v1/responses/input_tokens", {"input": "a" * 12_000})):
-            with client.begin(SLOW, CHAT), client.begin(SLOW, CHAT):
+        for path in (CHAT, f"{RESPONSES}/input_tokens"):
+            body = body_of(path.removesuffix("/input_tokens"), SLOW if of_server else LONG) | own
+            with client.begin(SLOW_CHAT, CHAT), client.begin(SLOW_CHAT, CHAT):
                 wait_until(lambda: sample(client, "cbatch:open_calls") == 2)
                 began_s = time.monotonic()
-                content = json.dumps(body | ({} if of_server else {"timeout": 0.5}))
-                if of_server:  # it ends the other slow prompts as well
-                    content = content.replace("aaaa", "!!!!")
-                with client.open(content.encode(), path) as response:
+                with client.open(body, path) as response:
                     assert response.status == (504 if of_server else 408), response.read()
                 assert time.monotonic() - began_s < 20, "other prompts take a minute"
             wait_until(lambda: not sample(client, "cbatch:open_calls"))

@@ -22,23 +22,14 @@ from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.open_request import OpenRequest
 from cbatch.server.serving.request_record import RequestTotals, SequenceTimes
 from cbatch.server.serving.tracing import SpanData, TracedRecord
-from cbatch.text import ChatTemplate
 from cbatch.text.outputs import Choice, Output, Speculation
-from tests.server.agents import MESSAGES, RESPONSES
-from tests.server.http_client import CHAT, COMPLETIONS, Client, open_request, serving, wait_until
-from tests.server.test_app import SlowEngine
-from tests.server.traced_calls import BODY, EXTRA, PARENT_ID, PROMPT, TRACE_ID, parent
+from tests.server.apis import APIS, COMPLETIONS, body_of
+from tests.server.engines import FIRST_CONTENT, PROMPT, SlowEngine
+from tests.server.http_client import Client, open_request, serving, wait_until
+from tests.server.traced_calls import BODY, EXTRA, PARENT_ID, TRACE_ID, parent
 from tests.toy_engine import TOKENIZER, make_engine
 
 pytestmark = pytest.mark.usefixtures("otel_environment")
-SAMPLING = {"seed": 1, "ignore_eos": True}
-CHAT_MESSAGES = [{"role": "user", "content": PROMPT}]
-CALLS: dict[str, dict[str, Any]] = {
-    COMPLETIONS: SAMPLING | {"prompt": PROMPT, "max_tokens": 200},
-    CHAT: SAMPLING | {"messages": CHAT_MESSAGES, "max_tokens": 200},
-    MESSAGES: SAMPLING | {"messages": CHAT_MESSAGES, "max_tokens": 200},
-    RESPONSES: SAMPLING | {"input": PROMPT, "max_output_tokens": 200},
-}
 
 # ---- from a record to spans ----------------------------------------------------------------------
 
@@ -136,21 +127,6 @@ def test_the_spans_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_several_choices_have_one_span_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = Call(monkeypatch, CHAT)
-    prompts, sequences = [call.open(n=2) for _ in range(2)], [SequenceTimes() for _ in range(3)]
-    prompts[1].admitted_s, prompts[0].admitted_s = 101.0, 102.0
-    for at_s, sequence in ((103.0, 1), (104.0, 0), (105.0, 2), (106.0, 1)):
-        call.output(sequences[sequence], at_s, steps=int(at_s))
-    spans = call.spans(110.0)
-    ends_s = {name: span.end_s for name, span in spans.items()}
-    assert ends_s == {"llm_request": 110.0, "queue": 101.0, "prefill": 103.0, "decode": 106.0}
-    attributes = spans["llm_request"].attributes
-    assert attributes["gen_ai.operation.name"] == "chat" and attributes["gen_ai.request.n"] == 2
-    assert attributes["gen_ai.usage.input_tokens"] == 6
-    assert attributes["gen_ai.usage.output_tokens"] == 8
-
-
 @pytest.mark.parametrize(
     ("reached", "names"),
     [
@@ -189,15 +165,6 @@ def test_the_type_of_an_error_has_no_text_of_the_client(monkeypatch: pytest.Monk
     assert call.spans(105.0)["llm_request"].attributes["error.type"] == "FieldError"
 
 
-def test_a_clock_that_differs_makes_no_span_end_before_it_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    call = Call(monkeypatch)
-    call.open().admitted_s = 99.9  # an engine's step may have taken longer by its own clock
-    call.output(SequenceTimes(), 102.0, steps=3)
-    assert call.spans(105.0)["queue"].end_s == 100.0
-
-
 def test_an_engine_that_restarts_has_no_times_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Call(monkeypatch)
     call.open().admitted_s = 101.0
@@ -214,10 +181,12 @@ def test_an_engine_that_restarts_has_no_times_over_both(monkeypatch: pytest.Monk
 # ---- what is exported ----------------------------------------------------------------------------
 
 
-def test_nothing_is_imported_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_imported_without_the_option(
+    toy_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert ModelParts(ServeSettings()).span_exporter is None
-    with serving(make_engine()) as client, client.open(BODY, headers=parent()) as response:
+    with toy_client.open(BODY, headers=parent()) as response:
         assert response.status == 200
 
 
@@ -233,24 +202,27 @@ def traced(**options: Any) -> Iterator[tuple[Client, Any]]:
 
 
 def finished(memory: Any, number: int) -> list[Any]:
+    """Return the spans since the last call of this."""
     wait_until(lambda: len(memory.get_finished_spans()) >= number)
     spans = list(memory.get_finished_spans())
+    memory.clear()
     assert len(spans) == number
     return spans
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", CALLS)
-def test_every_way_of_calling_is_traced(
-    monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
-) -> None:
-    template = ChatTemplate("{{ messages[0].content }}", {}, "the test")
+def test_every_way_of_calling_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SlowEngine(monkeypatch).engine
-    with traced(engine=engine, chat_template=template) as (client, memory):
-        body = CALLS[path] | {"stream": stream}
-        with client.open(body, path, parent() | {"x-request-id": "mine"}) as response:
-            assert response.status == 200 and response.read()
-        request, *parts = finished(memory, 4)
+    with traced(engine=engine, chat_template=FIRST_CONTENT) as (client, memory):
+        for path, stream in [(path, stream) for path in APIS for stream in (False, True)]:
+            body = body_of(path, PROMPT, 60, seed=1, ignore_eos=True, stream=stream)
+            headers = parent() | {"x-request-id": f"mine{stream}"}
+            with client.open(body, path, headers) as response:
+                assert response.status == 200 and response.read()
+            check_spans(*finished(memory, 4), path, stream)
+
+
+def check_spans(request: Any, *rest: Any) -> None:
+    *parts, path, stream = rest
     assert [each.name for each in parts] == ["queue", "prefill", "decode"]
     assert request.name == "llm_request" and request.kind.name == "SERVER"
     assert f"{request.parent.span_id:016x}" == PARENT_ID and request.parent.is_remote
@@ -262,21 +234,24 @@ def test_every_way_of_calling_is_traced(
         assert start_ns == part.start_time <= part.end_time <= request.end_time
         start_ns = part.end_time
     attributes = request.attributes
-    assert attributes["gen_ai.response.id"].endswith("mine")
+    assert attributes["gen_ai.response.id"].endswith(f"mine{stream}")
     assert attributes["gen_ai.request.stream"] is stream and attributes["url.path"] == path
     assert attributes["gen_ai.usage.input_tokens"] == len(TOKENIZER.encode(PROMPT))
-    assert attributes["gen_ai.usage.output_tokens"] == 200
+    assert attributes["gen_ai.usage.output_tokens"] == 60
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     decode = parts[2].attributes
     assert decode["cbatch.drafted_tokens"] > decode["cbatch.accepted_tokens"] > 0
     assert decode["cbatch.drafted_tokens"] <= 3 * decode["cbatch.drafts"]
-    assert 0 < decode["cbatch.steps"] < 200
+    assert 0 < decode["cbatch.steps"] < 60
     assert decode["cbatch.time_in_verify"] > 0 and decode["cbatch.time_in_draft"] > 0
     assert request.status.status_code.name == "UNSET"
     assert request.resource.attributes["service.name"] == "cbatch"
 
 
-def test_only_calls_that_generate_are_traced() -> None:
+BAD_PARENTS = ["", "x", "00-" + 32 * "0" + "-" + PARENT_ID + "-01", "ÿ", "ff-1-2-3"]
+
+
+def test_which_calls_are_traced() -> None:
     with traced() as (client, memory):
         for path in ("/health", "/metrics", "/v1/models", "/version"):
             with client.open(None, path, parent()):
@@ -284,9 +259,20 @@ def test_only_calls_that_generate_are_traced() -> None:
         assert client.post({"prompt": PROMPT}, "/tokenize")[0] == 200
         assert client.post({"prompt": 3})[0] == 400
         (request,) = finished(memory, 1)
-    assert request.attributes["http.response.status_code"] == 400
-    assert request.attributes["error.type"] == "FieldError"
-    assert request.status.status_code.name == "UNSET", "the call is at fault, not the server"
+        assert request.attributes["http.response.status_code"] == 400
+        assert request.attributes["error.type"] == "FieldError"
+        assert request.status.status_code.name == "UNSET", "the call is at fault, not the server"
+        for header in BAD_PARENTS:
+            headers = {"traceparent": header.encode("latin-1"), "tracestate": "=,;=="}
+            with client.open(BODY, headers=headers) as response:
+                assert response.status == 200
+            request = finished(memory, 4)[0]
+            assert request.parent is None and request.context.trace_id
+        with client.open(BODY, headers=parent("00")):  # it is not sampled
+            pass
+        with client.open(BODY, headers=parent("01")):
+            pass
+        assert finished(memory, 4)[0].parent is not None
 
 
 def test_how_a_call_was_cut_off_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,38 +280,20 @@ def test_how_a_call_was_cut_off_is_traced(monkeypatch: pytest.MonkeyPatch) -> No
     engine = SlowEngine(monkeypatch).engine
     with traced(engine=engine, limits=Limits(timeout_s=0.5)) as (client, memory):
         assert client.post(long)[0] == 504
-        request, *parts = finished(memory, 4)
+        request, *_ = finished(memory, 4)
         assert request.attributes["error.type"] == "DeadlineError"
         assert request.status.status_code.name == "ERROR"
         assert request.attributes["gen_ai.usage.output_tokens"] > 0
-        memory.clear()
         with client.open(long | {"stream": True, "timeout": 60}) as response:
             response.read(10)
         request = finished(memory, 4)[0]
         assert request.attributes["gen_ai.response.finish_reasons"] == ("abort",)
 
 
-@pytest.mark.parametrize(
-    "header", ["", "x", "00-" + 32 * "0" + "-" + PARENT_ID + "-01", "ÿ", "ff-1-2-3"]
-)
-def test_a_parent_that_is_not_valid_is_ignored(header: str) -> None:
-    with traced() as (client, memory):
-        headers = {"traceparent": header.encode("latin-1"), "tracestate": "=,;=="}
-        with client.open(BODY, headers=headers) as response:
-            assert response.status == 200
-        request = finished(memory, 4)[0]
-    assert request.parent is None and request.context.trace_id
-
-
 @pytest.mark.parametrize("sampled", [False, True])
-def test_the_parent_and_the_environment_decide_on_sampling(
+def test_the_environment_decides_on_sampling(
     monkeypatch: pytest.MonkeyPatch, sampled: bool
 ) -> None:
-    with traced() as (client, memory):
-        for flags in ("00", "01"):
-            with client.open(BODY, headers=parent(flags)):
-                pass
-        assert finished(memory, 4)[0].parent is not None
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on" if sampled else "always_off")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "shop")
     headers = parent("00" if sampled else "01")

@@ -262,20 +262,6 @@ def test_a_streamed_choice_keeps_no_earlier_outputs() -> None:
     assert choice.prompt_logprobs is None and live.num_tokens == len(outputs)
 
 
-def test_the_memory_of_a_streamed_choice_does_not_grow() -> None:
-    (letter,) = TOKENIZER.encode("x")
-
-    def longest_list(num_tokens: int, *, whole: bool) -> int:
-        request = Request(request_id="r", prompt=(1, 2), params=SamplingParams(), seed=0)
-        live = LiveChoice(request, "r", TOKENIZER, accumulate=whole)
-        for _ in range(num_tokens):
-            live.extend(OutputRow("r", [letter], 0, 0))
-        return max(map(len, reachable(live, list)))
-
-    assert longest_list(300, whole=True) == 300
-    assert longest_list(300, whole=False) < 10
-
-
 KINDS = [byte_level(), byte_fallback(), word_pieces(), word_ends(), byte_tokens(), pieces()]
 
 
