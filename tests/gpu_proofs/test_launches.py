@@ -6,24 +6,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu import capture
-from cbatch.runtime.gpu import target_pass as verifying
 from cbatch.runtime.gpu.capture import GROUPS, SHAPED, groups_of, groups_of_key
 from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, CudaDevice
-from tests.gpu_proofs.meta import KINDS, SIZES, Refused, Size, Start
+from tests.gpu_proofs.meta import KINDS, SIZES, Size, Start
 from tests.triton_kernels.driver import TARGETS, recording
 
 MAX_KERNELS = 40  # of a start, each compiled in seconds
 LATE = {"shape_kernel", "count_kernel"}
-FP8_KERNELS = {"attention_kernel", "kv_write_kernel"}
 PLAIN = [kind for kind, params in KINDS.items() if not groups_of(SamplingParams(**params))]
 SMALL, NO_DRAFT = SIZES[0], SIZES[3]
 # Targets of NVIDIA differ only in their tiles. By hand, every size on each kind.
@@ -56,40 +52,11 @@ def test_whatever_a_step_launches_is_compiled_ahead(size: Size, target: str) -> 
     never = {("guesses", False)} if size.slots == 1 else set()
     assert kinds_of(device.replayed) == kinds_of(device.captured) - never
     assert all(key[1] > MAX_CAPTURED_TOKENS for key in device.missed), "a small step was missed"
-    check_kernels(size, launches.by_key.values())
-
-
-def check_kernels(size: Size, kernels: Any) -> None:
-    """Check that products and keys are of the kind that the size is for."""
-    names = {each.name for each in kernels}
-    assert 12 < len(kernels) <= MAX_KERNELS
-    assert bool({"dense_kernel", "described_kernel"} & names) == size.invariant
-    signatures = [each.signature for each in kernels if each.name == "quantised_kernel"]
-    kinds = {(types["codes_ptr"], types["offsets_ptr"]) for types in signatures}
-    in_blocks = {("*u8", "*fp16"), ("*u8", "constexpr"), ("*i8", "constexpr")}
-    assert kinds == (in_blocks if size.invariant else set())
-    in_fp8 = {each.name for each in kernels if "fp8" in str(each.signature)}
-    assert in_fp8 == (FP8_KERNELS if size.kv_cache_dtype == "fp8" else set())
+    names = [each.name for each in launches.by_key.values()]
+    assert 12 < len(names) <= MAX_KERNELS
     # Steps that are shaped, filtered, drawn, of one row or of many use the same specialisation.
     for kernel in ("shape", "scan", "distributions", "decide", "residual", "finish"):
-        assert [each.name for each in kernels].count(f"{kernel}_kernel") <= 1
-
-
-def reading(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
-    int(layout.num_drafted.sum())
-    real(state, layout, *rest, **more)
-
-
-def mixing(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
-    layout.num_drafted + torch.ones(len(layout.num_drafted), dtype=torch.int32)
-    real(state, layout, *rest, **more)
-
-
-@pytest.mark.parametrize("broken", [reading, mixing])
-def test_a_host_that_waits_is_caught(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifying, "advance", partial(broken, verifying.advance))
-    with recording(TARGETS["sm_90"]) as launches, pytest.raises(Refused):
-        Start(SMALL, "sm_90", launches).serve(*KINDS)
+        assert names.count(f"{kernel}_kernel") <= 1
 
 
 # --- late kernels ---------------------------------------------------------------------------------
