@@ -180,7 +180,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 UNIQUE = {"type": "array", "uniqueItems": True, "items": {"enum": ["ab", "abc", "b"]}}
-UNIQUE |= {"minItems": 3, "maxItems": 3}
+UNIQUE = {"type": "object", "properties": {"t": UNIQUE | {"minItems": 3}}, "required": ["t"]}
+UNIQUE["additionalProperties"] = False
 OUTPUTS: tuple[StructuredOutputs | None, ...] = (
     StructuredOutputs(json=SCHEMA),
     StructuredOutputs(json_object=True),
@@ -195,7 +196,7 @@ OUTPUTS: tuple[StructuredOutputs | None, ...] = (
 def follows(index: int, text: str) -> bool:
     """Check a complete text by the definition of `OUTPUTS[index]`."""
     if index == 5:
-        return sorted(json.loads(text)) == ["ab", "abc", "b"]
+        return sorted(json.loads(text)["t"]) == ["ab", "abc", "b"]
     if index in (0, 1):
         value = json.loads(text)
         return index == 1 or (
