@@ -1,42 +1,29 @@
-"""Attacks of a hostile client: expensive calls, malformed bodies, attacks that hold memory, workers
-or grammars, so that others would have to wait, and calls that are made up from the OpenAPI
-document. Importing this module fills `ATTACKS` with all attacks."""
+"""Attacks of a hostile client: expensive calls, malformed bodies, and attacks that hold memory,
+workers or grammars, so that others would have to wait. Calls that are made up from the OpenAPI
+document are in `tests/server/test_fuzz`. Importing this module fills `ATTACKS`."""
 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from functools import partial
 from typing import Any
 
-import requests
-import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from schemathesis.core.failures import FailureGroup
-
 from cbatch.server.protocol.openapi import document
 from tests.hostile import connections, grammars  # noqa: F401 - their attacks
 from tests.hostile.attacker import (
-    ANSWER_S,
-    ATTACKS,
-    BUSY,
     CHAT,
     COMPLETIONS,
-    HOST,
-    KEY,
     MESSAGES,
     RESPONSES,
     STREAM,
     WORD,
-    Attack,
     Target,
     attack,
     head,
     leave_unread,
     whole,
 )
-from tests.server.contract import CHECKS, OPERATIONS
 
 MANY = 128  # the most choices of a call
 LARGE_BYTES = 7_000_000  # of a body; beyond 8 MiB it is not read
@@ -301,62 +288,3 @@ def grammars_of_its_own(target: Target) -> None:
         target.post(body | {"stream": True, "timeout": 20})
 
     target.at_once([partial(call, number) for number in range(12)])
-
-
-# -- calls that are made up
-
-NUM_CALLS = 6
-# Larger values would block slots that other calls need. Other attacks use larger values.
-LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-LIMITS = dict.fromkeys((*LENGTHS, "min_tokens"), 16) | {"n": 4}
-_one_at_a_time = threading.Lock()  # generating them takes more time than answering them
-
-
-def made_up_calls(operation: Any, target: Target) -> None:
-    """Send random valid and invalid calls of an operation."""
-    posted = operation.method == "post"
-    modes = list(schemathesis.GenerationMode)
-    mode = target.rng.choice(modes) if posted else modes[0]
-
-    @seed(target.rng.getrandbits(32))
-    @settings(
-        max_examples=NUM_CALLS if posted else 1,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=operation.as_strategy(generation_mode=mode))
-    def run(case: schemathesis.Case) -> None:
-        bound(case.body, operation.path)
-        began_s, url = time.monotonic(), f"http://{HOST}:{target.port}"
-        try:
-            response = case.call(base_url=url, headers=KEY, session=session, timeout=ANSWER_S)
-        except requests.RequestException as error:
-            target.note("closed", began_s, repr(error))
-            return
-        target.note(response.status_code, began_s, response.content)
-        if str(response.status_code) not in BUSY:
-            try:
-                case.validate_response(response, checks=CHECKS)
-            except FailureGroup as failures:
-                target.wrong.append("; ".join(map(str, failures.exceptions)))
-
-    with _one_at_a_time, requests.Session() as session:
-        run()
-
-
-def bound(body: Any, path: str) -> None:
-    """Limit the lengths in a body, in place."""
-    if isinstance(body, dict):
-        for name, limit in LIMITS.items():
-            if isinstance(value := body.get(name), int) and value > limit:
-                body[name] = limit
-        if all(body.get(name) is None for name in LENGTHS):
-            body["max_output_tokens" if path.startswith(RESPONSES) else "max_tokens"] = 16
-
-
-for _each in OPERATIONS:
-    ATTACKS[f"made up: {_each.label}"] = Attack(
-        partial(made_up_calls, _each), "200 400 401 404 405 408 413 415", large=False
-    )

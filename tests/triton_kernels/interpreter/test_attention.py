@@ -34,7 +34,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected).abs().max())
 
 
-@pytest.mark.parametrize("dtype, page_tokens", zip(TOLERANCE, (16, 32, 128), strict=True))
+@pytest.mark.parametrize("dtype, page_tokens", [*zip(TOLERANCE, (16, 32, 128), strict=True)])
 def test_a_mixed_step(dtype: torch.dtype, page_tokens: int) -> None:
     heads = SMALL._replace(kv_heads=2)
     step = Step.make(MIXED, heads, dtype=dtype, page_tokens=page_tokens, seed=page_tokens)
@@ -72,7 +72,7 @@ def test_keys_before_the_first(first_key: int, rows: int) -> None:
     assert error(actual, step.reference()) > 1e-2
 
 
-@pytest.mark.parametrize("dtype, window", zip(TOLERANCE, (None, 40, None), strict=True))
+@pytest.mark.parametrize("dtype, window", [*zip(TOLERANCE, (None, 40, None), strict=True)])
 def test_bits_of_a_token_are_its_own(dtype: torch.dtype, window: int | None) -> None:
     """Verified among drafts, in a chunk, or decoded alone, it has the same bits."""
     step = Step.make([(9, 100), (20, 60), (1, 45)], SMALL, dtype=dtype)

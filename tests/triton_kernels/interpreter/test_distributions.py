@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from cbatch.runtime.sampling import noise
@@ -102,47 +101,6 @@ def test_a_wrong_guess_changes_no_bit(
     few = batch._replace(logits=batch.logits[:10], rows=Rows(*(field[:10] for field in batch.rows)))
     monkeypatch.setattr(distributions, "guess_cut", guess)
     assert differ(drawn(few, tiling), Distributions(*(field[:10] for field in result)), few) == 0
-
-
-right_choice = distributions.choose
-
-
-@triton.jit
-def all_but_the_farthest(nearest, end, pieces_ptr):
-    return right_choice(nearest, end, pieces_ptr) - 1
-
-
-@triton.jit
-def not_far_enough(codes_ptr, length, stage, before, limit, low, last, LANES):
-    return last * 0 + low + 1, last * 0 + 1
-
-
-right_search = distributions.search
-
-
-@triton.jit
-def without_ties(codes_ptr, length, stage, before, limit, low, last, LANES: tl.constexpr):
-    cut, mass = right_search(codes_ptr, length, stage, before, limit, low, last, LANES)
-    return ((cut - 1 >> 32) + 1) << 32, mass
-
-
-@pytest.mark.parametrize(
-    "name, broken",
-    [
-        ("choose", all_but_the_farthest),
-        ("search", not_far_enough),
-        ("search", without_ties),
-    ],
-)
-def test_broken_distributions_are_seen(
-    batch: LogitsBatch,
-    result: Distributions,
-    name: str,
-    broken: object,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(distributions, name, broken)
-    assert differ(drawn(batch), result, batch) > 0
 
 
 def test_memory_holds_poison_before_and_margins_stay(

@@ -97,7 +97,7 @@ def test_against_the_reference(
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("dtype, page_tokens", zip(TOLERANCE, (16, 128, 32), strict=True))
+@pytest.mark.parametrize("dtype, page_tokens", [*zip(TOLERANCE, (16, 128, 32), strict=True)])
 def test_fp8_is_bounded(kv_dtype: torch.dtype, dtype: torch.dtype, page_tokens: int) -> None:
     write = Write.make(dtype=dtype, kv_dtype=kv_dtype, page_tokens=page_tokens)
     write.fused[0] *= 1e3
