@@ -190,9 +190,9 @@ def conversations(target: Target) -> None:
     body |= {"tools": tools, "tool_choice": "none"}
     body |= {"metadata": {str(i): "m" * 500 for i in range(16)}}
     call = {"type": "function_call", "call_id": "c" * 3_000_000, "name": "f", "arguments": "{}"}
-    for each in (*[WORD] * 6, [call, USER]):
+    for content in (*[WORD] * 6, [call, USER]):
         previous = {} if last is None else {"previous_response_id": last}
-        answer = target.post(body | previous | {"input": each}, RESPONSES)
+        answer = target.post(body | previous | {"input": content}, RESPONSES)
         try:
             last = json.loads(answer)["id"]
         except (ValueError, KeyError):

@@ -132,15 +132,15 @@ class Findings(NamedTuple):
         case, constants, problems = self.case, self.case.constants, []
         name, stages = case.name, case.kernel.options["num_stages"]
         amd = case.target == "gfx942"
-        most = _AMD_REGISTERS // case.programs if amd else _REGISTERS.get(name, 255)
+        max_registers = _AMD_REGISTERS // case.programs if amd else _REGISTERS.get(name, 255)
         shared = (_SHARED_KIB[case.target] << 10) // case.programs - 1024 * (not amd)
         described = name == "described" or constants.get("DESCRIPTORS")
         halves = "16" in str(case.kernel.signature)  # bf16 or fp16, not fp32
         products = name in ("dense", "described", "quantised") or constants.get("ROWS", 0) >= 64
         if self.spill_bytes:
             problems.append(f"spills {self.spill_bytes} bytes")
-        if self.registers > most:
-            problems.append(f"{self.registers} registers, {most} allowed")
+        if self.registers > max_registers:
+            problems.append(f"{self.registers} registers, {max_registers} allowed")
         if self.shared_bytes > shared:
             problems.append(f"{self.shared_bytes} bytes shared, {shared} allowed")
         if self.code_bytes > MAX_CODE_BYTES:

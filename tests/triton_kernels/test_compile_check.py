@@ -106,8 +106,8 @@ def test_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = small_product()._replace(code_bytes=129 << 10, wgmmas=0, shared_bytes=300_000)
     registers, *others = findings.faults()
     assert "registers, 8 allowed" in registers
-    most = (228 << 10) - 1024
-    shared = f"300000 bytes shared, {most} allowed"
+    limit = (228 << 10) - 1024
+    shared = f"300000 bytes shared, {limit} allowed"
     assert others == [shared, "132096 bytes of code", "no wgmma"]
 
 
