@@ -38,10 +38,10 @@ test-fuzz: $(DEV)
 test-hostile: $(DEV)
 	$(BIN)/python -m pytest -s -m hostile tests/hostile
 
-# Every supported architecture of transformers, tiny, compared with its own eager pass: minutes.
+# Every supported architecture of transformers, tiny, compared with its own eager pass, and every
+# build of our C: minutes.
 test-models: $(DEV)
-	$(BIN)/python -m pytest -q -m "models or not models" tests/runtime/test_transformers_backend.py \
-		tests/runtime/test_shared_transformers.py
+	$(BIN)/python -m pytest -q -m "models or builds" tests/runtime
 
 # Two replicas on Ray Serve under load, one killed and one scaled away: minutes.
 test-ray: $(VENV)/.ray-installed

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from cbatch.runtime.gpu.capture import SHAPED, UncompiledKernels
-from tests.triton_kernels.compile_check import TARGETS
+from tests.triton_kernels.driver import TARGETS
 from triton_kernels.build import ahead
 from triton_kernels.build.ahead import Specialisation
 

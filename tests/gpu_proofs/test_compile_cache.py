@@ -14,42 +14,31 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 import triton_kernels
-from tests.gpu_proofs.sizes import USUAL
+from tests.gpu_proofs.meta import SIZES
 
-_FIRST = USUAL[0].name  # a target and a draft: every kind of kernel
-_QUICK = USUAL[2].name
-_COMMAND = (sys.executable, "-m", "tests.gpu_proofs.cache_keys", "--processes", "2")
 _ROOT = Path(__file__).parents[2]
+_QUICK = SIZES[0].name  # a target and a draft: every kind of kernel
+_REST = [pytest.param(size.name, marks=pytest.mark.gpu_proofs) for size in SIZES[1:]]
 
 
-def started(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def started(folder: Path, *arguments: str) -> dict[str, Any]:
     """Start in a process of its own."""
-    done = subprocess.run(
-        [*_COMMAND, str(folder), *arguments], cwd=_ROOT, capture_output=True, text=True, check=True
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, "-m", "tests.gpu_proofs.cache_keys", str(folder), *arguments]
+    done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    start: dict[str, Any] = json.loads(done.stdout)
+    return start
 
 
-def check(folder: Path, name: str) -> None:
-    """Check that no key is missing, in the process that compiled ahead and in a second one."""
-    (first,), (second,) = (started(folder, "--size", name) for _ in range(2))
+@pytest.mark.parametrize("size", [_QUICK, *_REST])
+def test_launches_find_what_was_compiled_ahead(tmp_path: Path, size: str) -> None:
+    """No key is missing, in the process that compiled ahead and in a second one."""
+    first, second = (started(tmp_path, size) for _ in range(2))
     assert first.pop("late") and not second.pop("late")
     assert first == second and first["launched"] > 12 and not first["missing"]
 
 
-def test_launches_find_what_was_compiled_ahead(tmp_path: Path) -> None:
-    check(tmp_path, _FIRST)
-
-
 def test_keys_that_depend_on_their_order_are_caught(tmp_path: Path) -> None:
-    (start,) = started(tmp_path, "--size", _QUICK, "--unsettled")
-    assert sum(start["missing"].values()) > 2
-
-
-@pytest.mark.gpu_proofs
-@pytest.mark.parametrize("size", [size.name for size in USUAL])
-def test_launches_of_every_size(tmp_path: Path, size: str) -> None:
-    check(tmp_path, size)
+    assert sum(started(tmp_path, _QUICK, "--unsettled")["missing"].values()) > 2
 
 
 def test_every_kernel_is_made_by_the_decorator_that_settles_keys() -> None:
@@ -64,10 +53,6 @@ def test_constants_of_one_name_are_equal_within_a_kernel() -> None:
         functions = vars(importlib.import_module(module.name)).values()
         for kernel in (each for each in functions if isinstance(each, JITFunction)):
             kernel.cache_key  # noqa: B018
-            check_constants(kernel)
-
-
-def check_constants(kernel: JITFunction[Any]) -> None:
-    values: dict[str, Any] = {}
-    for (name, _), (value, _) in kernel.used_global_vals.items():
-        assert values.setdefault(name, value) == value, f"{kernel.__name__}: {name}"
+            values: dict[str, Any] = {}
+            for (name, _), (value, _) in kernel.used_global_vals.items():
+                assert values.setdefault(name, value) == value, f"{kernel.__name__}: {name}"

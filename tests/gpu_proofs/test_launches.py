@@ -1,38 +1,31 @@
-"""All kernels that an executor launches are compiled before it serves, and none makes the host
-wait."""
+"""All kernels that an executor launches are compiled before it serves. Kernels that few requests
+need are compiled late: the others are all that plain requests launch, and a request waits only for
+kernels that it launches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu import capture
-from cbatch.runtime.gpu import target_pass as verifying
-from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS
-from tests.gpu_proofs.driver import Launches, recording
-from tests.gpu_proofs.meta import Refused
-from tests.gpu_proofs.sizes import USUAL, Size
-from tests.gpu_proofs.steps import KINDS, Run, late
-from tests.triton_kernels.compile_check import TARGETS
+from cbatch.runtime.gpu.capture import GROUPS, SHAPED, groups_of, groups_of_key
+from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, CudaDevice
+from tests.gpu_proofs.meta import KINDS, SIZES, Size, Start
+from tests.triton_kernels.driver import TARGETS, recording
 
-FP8_KERNELS = {"attention_kernel", "kv_write_kernel"}
-SIZE = USUAL[2]  # the quickest size that drafts
-
-
-def launches_of(size: Size, target: str) -> tuple[Launches, Run]:
-    """Make and capture an executor of this size, and serve every kind of request: each alone, then
-    all together, then few."""
-    with recording(TARGETS[target]) as launches:
-        run = Run(size, target, launches)
-        run.capture()
-        for kinds in (*((kind,) for kind in KINDS), tuple(KINDS)):
-            run.serve(*kinds)
-        run.serve("greedy", count=4, steps=30)  # captured steps with prompts
-    return launches, run
+MAX_KERNELS = 40  # of a start, each compiled in seconds
+LATE = {"shape_kernel", "count_kernel"}
+PLAIN = [kind for kind, params in KINDS.items() if not groups_of(SamplingParams(**params))]
+SMALL, NO_DRAFT = SIZES[0], SIZES[3]
+# Targets of NVIDIA differ only in their tiles. By hand, every size on each kind.
+QUICK = [(size, "sm_90") for size in (SMALL, *SIZES[3:])] + [(SMALL, "gfx942")]
+REST = [(size, target) for size in SIZES for target in ("sm_90", "gfx942")]
+REST = [pytest.param(*each, marks=pytest.mark.gpu_proofs) for each in REST if each not in QUICK]
 
 
 def kinds_of(keys: Iterable[Any]) -> set[Any]:
@@ -40,71 +33,85 @@ def kinds_of(keys: Iterable[Any]) -> set[Any]:
     return {(key[0], *(part for part in key[1:] if type(part) is not int)) for key in keys}
 
 
-def check(size: Size, target: str) -> None:
-    launches, run = launches_of(size, target)
-    assert late(launches) == []
-    assert len(launches.first_launched_in("captured")) > 12
-    check_kernels(size, launches)
-    assert run.device.replayed.total() > 100
-    # Steps used every kind of graph. A single row does not draft in two ways at once.
-    never = {("guesses", False)} if size.slots == 1 else set()
-    assert kinds_of(run.device.replayed) == kinds_of(run.device.captured) - never
-    large = [key for key in run.device.missed if key[1] > MAX_CAPTURED_TOKENS]
-    assert run.device.missed == large, "work of steps that are captured"
-    assert {*run.queued.copies} == {"enters", "comes back"}
-    # A step sends one message and fetches one result, plus requested log probabilities; `capture`
-    # sends one more, and a step that follows a grammar one of masks.
-    assert run.queued.copies["enters"] == 1 + run.steps + run.masked
-    assert run.masked > 5
-    assert run.queued.copies["comes back"] > run.steps > 60
-
-
-def check_kernels(size: Size, launches: Launches) -> None:
-    """Check that products and keys are of the kind that the size is for."""
-    specialisations = [each for _, each in launches.specialisations.values()]
-    names = {each.name for each in specialisations}
-    products = {"dense_kernel", "described_kernel"} & names
-    assert bool(products) == (size.numerics == "invariant")
-    signatures = [each.signature for each in specialisations if each.name == "quantised_kernel"]
-    kinds = {(types["codes_ptr"], types["offsets_ptr"]) for types in signatures}
-    in_blocks = {("*u8", "*fp16"), ("*u8", "constexpr"), ("*i8", "constexpr")}
-    assert kinds == (in_blocks if size.in_blocks else set())
-    in_fp8 = {each.name for each in specialisations if "fp8" in str(each.signature)}
-    assert in_fp8 == (FP8_KERNELS if size.kv_cache_dtype == "fp8" else set())
-
-
-# Targets of NVIDIA differ only in their tiles. By hand, every size on each kind.
-QUICK = [(size, "sm_90") for size in (USUAL[0], USUAL[4], USUAL[5])] + [(SIZE, "gfx942")]
-REST = [(size, target) for size in USUAL for target in ("sm_90", "gfx942")]
-REST = [pytest.param(*each, marks=pytest.mark.gpu_proofs) for each in REST if each not in QUICK]
-
-
 @pytest.mark.parametrize("size, target", QUICK + REST, ids=lambda item: getattr(item, "name", item))
 def test_whatever_a_step_launches_is_compiled_ahead(size: Size, target: str) -> None:
-    check(size, target)
+    """Every kind of request is served alone, then all together, then a few."""
+    with recording(TARGETS[target]) as launches:
+        start = Start(size, target, launches)
+        start.capture()
+        device = start.device
+        for kind, params in KINDS.items():
+            before = Counter(device.replayed)
+            start.serve(kind, count=4 if size.slots > 1 else 2)
+            met = frozenset().union(*map(groups_of_key, device.replayed - before))
+            assert met == groups_of(SamplingParams(**params)), kind
+        masked = start.serve(*KINDS).masked
+        start.serve("greedy", count=4)  # captured steps with prompts
+    assert start.late() == set() and masked > 5 and device.replayed.total() > 100
+    # Steps used every kind of graph. A single row does not draft in two ways at once.
+    never = {("guesses", False)} if size.slots == 1 else set()
+    assert kinds_of(device.replayed) == kinds_of(device.captured) - never
+    assert all(key[1] > MAX_CAPTURED_TOKENS for key in device.missed), "a small step was missed"
+    names = [each.name for each in launches.by_key.values()]
+    assert 12 < len(names) <= MAX_KERNELS
+    # Steps that are shaped, filtered, drawn, of one row or of many use the same specialisation.
+    for kernel in ("shape", "scan", "distributions", "decide", "residual", "finish"):
+        assert names.count(f"{kernel}_kernel") <= 1
 
 
-def test_what_is_compiled_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "MODEL_FEATURES", capture.MODEL_FEATURES[:1])
-    launches, run = launches_of(SIZE, "sm_90")
-    names = {each.split(":")[0] for each in late(launches)}
-    assert names >= {"residual_kernel", "finish_kernel"} and run.device.missed
+# --- late kernels ---------------------------------------------------------------------------------
 
 
-def reading(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
-    int(layout.num_drafted.sum())
-    real(state, layout, *rest, **more)
+class Pending:
+    """Kernels that are not compiled yet."""
+
+    pending = GROUPS
+
+    def __init__(self, by_group: Any = None) -> None: ...
 
 
-def mixing(real: Any, state: Any, layout: Any, *rest: Any, **more: Any) -> None:
-    layout.num_drafted + torch.ones(len(layout.num_drafted), dtype=torch.int32)
-    real(state, layout, *rest, **more)
-
-
-@pytest.mark.parametrize("broken", [reading, mixing])
-def test_a_host_that_waits_is_caught(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifying, "advance", partial(broken, verifying.advance))
+@pytest.mark.parametrize("size", [SMALL, NO_DRAFT], ids=lambda size: size.name)
+def test_plain_requests_launch_the_first_part_alone(
+    size: Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "UncompiledKernels", Pending)
     with recording(TARGETS["sm_90"]) as launches:
-        run = Run(SIZE, "sm_90", launches)
-        with pytest.raises(Refused):
-            run.serve(*KINDS)
+        start = Start(size, "sm_90", launches)
+        start.capture(frozenset())
+        assert {group for key in start.device.captured for group in groups_of_key(key)} == set()
+        for kind in PLAIN:
+            start.serve(kind, count=2)
+        assert start.late() == set() and len(PLAIN) > 6
+        start.serve("shaped", count=2)
+        assert start.late() == LATE
+
+
+def test_groups_of_parameters() -> None:
+    for plain in ({}, {"top_k": 4, "seed": 1}, {"logprobs": 5, "prompt_logprobs": 2}):
+        assert groups_of(SamplingParams(**plain)) == set()
+    for shaped in ({"allowed_token_ids": (1,)}, {"banned_token_ids": (1,)}, {"min_tokens": 2}):
+        assert groups_of(SamplingParams(**shaped)) == {SHAPED}
+
+
+def test_a_step_with_late_kernels_is_captured_once_it_is_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, replayed = CudaDevice.__new__(CudaDevice), []
+    device.graphs = {}
+
+    def captured(key: Hashable, work: Callable[[], None]) -> None:
+        work()
+        device.graphs[key] = SimpleNamespace(replay=lambda: replayed.append(key))
+
+    def failing() -> None:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(device, "capture", captured)
+    device.deferred = {"late"}
+    for key in ("late", "late", "large", "large"):
+        with pytest.raises(RuntimeError, match="does not compile"):
+            device.run(key, failing)
+        assert device.graphs == {}
+    for key in ("late", "late", "large", "large"):
+        device.run(key, lambda: None)
+    assert [*device.graphs] == replayed == ["late"]

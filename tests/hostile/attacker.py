@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 HOST, HOSTILE_KEY = "127.0.0.1", "hostile"
@@ -28,6 +28,10 @@ LONGEST_PAUSE_S = 0.25  # between two attacks of a worker
 KEY = {"Authorization": f"Bearer {HOSTILE_KEY}"}
 # Possible for any attack: another attack uses the key's calls or the queue's places.
 BUSY = {"429", "503"}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+WORD = "def f(x):\n    return x\n"
+STREAM: dict[str, Any] = {"prompt": WORD, "stream": True, "ignore_eos": True}
 
 
 class Attack(NamedTuple):
@@ -74,7 +78,7 @@ class Target:
     def post(
         self,
         body: dict[str, Any] | bytes,
-        path: str = "/v1/completions",
+        path: str = COMPLETIONS,
         headers: dict[str, str] | None = None,
         method: str = "POST",
     ) -> bytes:
@@ -130,7 +134,7 @@ class Target:
 
 
 def head(
-    length: int | None = None, path: str = "/v1/completions", key: str | None = HOSTILE_KEY
+    length: int | None = None, path: str = COMPLETIONS, key: str | None = HOSTILE_KEY
 ) -> bytes:
     """Return the head of a POST request, whose JSON body the attack sends itself."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
@@ -139,9 +143,20 @@ def head(
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def whole(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+def whole(body: dict[str, Any], path: str = COMPLETIONS) -> bytes:
     raw = json.dumps(body).encode()
     return head(len(raw), path) + raw
+
+
+def leave_unread(target: Target, calls: list[bytes], hold_s: float) -> None:
+    """Make calls, and do not read their responses."""
+    with ExitStack() as stack:
+        for raw in calls:
+            began_s = time.monotonic()
+            connection = stack.enter_context(target.open(raw))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            target.note("left", began_s)
+        time.sleep(hold_s)
 
 
 def run(port: int, seed: int, seconds: float, names: list[str]) -> None:

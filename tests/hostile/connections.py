@@ -6,14 +6,21 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
-from tests.hostile.attacker import HOST, HOSTILE_KEY, Target, attack, head, whole
+from tests.hostile.attacker import (
+    HOST,
+    HOSTILE_KEY,
+    STREAM,
+    Target,
+    attack,
+    head,
+    leave_unread,
+    whole,
+)
 
 NUM_HELD = 100
 HOLD_S = 4.0
 HALF_BYTES = 2_000_000
-STREAM: dict[str, Any] = {"prompt": "def f(x):\n", "stream": True, "ignore_eos": True}
 
 
 @attack("held closed 400 408 413 431")
@@ -108,17 +115,6 @@ def broken_requests(target: Target) -> None:
         began_s = time.monotonic()
         with target.open(raw) as connection:
             target.answered(connection, began_s, wait_s=1.0)
-
-
-def leave_unread(target: Target, calls: list[bytes], hold_s: float) -> None:
-    """Make calls, and do not read their responses."""
-    with ExitStack() as stack:
-        for raw in calls:
-            began_s = time.monotonic()
-            connection = stack.enter_context(target.open(raw))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            target.note("left", began_s)
-        time.sleep(hold_s)
 
 
 @contextmanager

@@ -45,20 +45,10 @@ AROUND = {"around": "start: before @answer\nbefore[lazy]: /(?s:.){12,30};/"}
 ASKS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "greedy": (CODE, 120, {"temperature": 0, "ignore_eos": True}),
     "seeded with logprobs": ("class Stack:\n", 80, {"seed": 1, "logprobs": 5, "ignore_eos": True}),
-    "stop strings": (
-        "import os\n",
-        120,
-        {"temperature": 0, "stop": ["\n\n\n", "return"], "min_tokens": 20},
-    ),
-    "regex": ("x = ", 80, {"seed": 2, "structured_outputs": REGEX}),
     "regex after text": ("x = ", 80, {"temperature": 0, "structured_outputs": REGEX | AROUND}),
     "chat with logprobs": (CODE, 80, {"temperature": 0, "logprobs": True, "top_logprobs": 3}),
     "chat of a schema": ("a thing as JSON: ", 120, {"seed": 3, "response_format": SHAPE}),
-    "two choices": (
-        "def area(radius):\n",
-        80,
-        {"seed": 4, "n": 2, "top_k": 40, "top_p": 0.95, "ignore_eos": True},
-    ),
+    "two choices": (CODE, 80, {"seed": 4, "n": 2, "top_k": 40, "top_p": 0.95, "stop": ["return"]}),
     "penalties": (
         "for i in range(",
         100,
@@ -281,8 +271,7 @@ class Siege:
         """Kill engines and workers until the end."""
         rng = random.Random(seed)
 
-        def chats_at_once() -> None:
-            """Make more chats than there are idle workers."""
+        def chats_at_once() -> None:  # more than there are idle workers
             with ThreadPoolExecutor(4) as pool:
                 list(pool.map(partial(answer_to, self.server), ["chat with logprobs"] * 4))
 

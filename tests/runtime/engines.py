@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -214,16 +215,18 @@ def run_engine(
     drafting: Drafter | None = None,
     grammars: GrammarSource | None = None,
     kind: type[RecordingExecutor] | None = None,
-    executor: RecordingExecutor | None = None,
+    executor: Any = None,
     num_faults: int = 0,
+    cancels: Mapping[str, int] = MappingProxyType({}),
     check: bool = True,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Run:
-    """Run `requests` to their ends; request i enters before step `arrivals[i]` (default: 0).
+    """Run `requests` to their ends; request i enters before step `arrivals[i]` (default: 0), and
+    those of `cancels` are cancelled before the given step.
 
     The drafter is `drafting`, or one made from `draft`. `kind` is the executor's class
-    unless `executor` is given.
+    unless `executor` is given. An executor that does not overlap steps itself runs in a thread.
     """
     config = SchedulerConfig(
         num_blocks=num_blocks,
@@ -248,12 +251,15 @@ def run_engine(
         sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs}
         executor = kind(target, drafter=drafting, grammars=grammars, num_blocks=num_blocks, **sizes)
     threaded = ThreadedExecutor(executor)
-    loop = StepLoop(scheduler, threaded if depth else executor, clock=clock, depth=depth)
+    overlapped = executor if hasattr(executor, "submit") else threaded
+    loop = StepLoop(scheduler, overlapped if depth else executor, clock=clock, depth=depth)
     run, step = Run(scheduler, executor), 0
     due = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda x: x[0])
     while due or scheduler.has_work:
         while due and due[0][0] <= step:
             scheduler.add(due.pop(0)[1], clock())
+        for name in [name for name, end in cancels.items() if end == step]:
+            assert scheduler.cancel(name, clock())
         commit = loop.step()
         if check:
             check_scheduler(scheduler)

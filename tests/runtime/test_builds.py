@@ -4,12 +4,12 @@ which other builds share its bits."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,11 @@ NOT_HERE = [each for each in builds.builds_of(platform.machine()) if each.name n
 # Builds where `a * b + c` is one instruction and is rounded once; others round twice.
 FUSED = [name for name, each in RUNNABLE.items() if "fma" in each.features or name == "i8mm"]
 FUSED += ["portable"] if platform.machine() == "aarch64" else []
+# The best one, and one of each kind of instructions; by hand, all of them (`-m builds`).
+QUICK = [*list(RUNNABLE)[:1], *(n for n in ("avx512", "avx_vnni", "portable") if n in RUNNABLE)]
+QUICK += [BY_HAND] if "avx512_bf16" in QUICK else []
 COMPUTED = [*RUNNABLE, *([BY_HAND] if "avx512_bf16" in RUNNABLE else [])]
+COMPUTED = [n if n in QUICK else pytest.param(n, marks=pytest.mark.builds) for n in COMPUTED]
 OWN_BF16 = ("avx512_bf16", "amx", BY_HAND)
 MAX_ROWS = 40
 
@@ -144,21 +148,17 @@ def test_what_does_not_run_here_compiles(made: Build, tmp_path: Path) -> None:
 # ---- results of each -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def libraries() -> dict[str, ctypes.CDLL]:
-    """Return the compiled libraries. Each takes seconds to compile unless the tests before did
-    it."""
+@functools.cache
+def library_of(name: str) -> ctypes.CDLL:
+    """Return a compiled library. It takes seconds to compile unless a test before did it."""
     compiler = find_compiler()
     assert compiler is not None
-    known = {name: each for name, each in RUNNABLE.items() if compiler.supports(each)}
-    folder = cache_folder("compiled")
-    with ThreadPoolExecutor(2) as pool:
-        by_hand = None
-        if "avx512_bf16" in known:
-            by_hand = pool.submit(tiles_by_hand, compiler, known["avx512_bf16"])
-        made = pool.map(lambda b: build.library_of(b, compiler, folder), known.values())
-        built = dict(zip(known, made, strict=True))
-        return built if by_hand is None else built | {BY_HAND: by_hand.result()}
+    made = RUNNABLE["avx512_bf16" if name == BY_HAND else name]
+    if not compiler.supports(made):
+        pytest.skip("the compiler is older")
+    if name == BY_HAND:
+        return tiles_by_hand(compiler, made)
+    return build.library_of(made, compiler, cache_folder("compiled"))
 
 
 def use(kernel: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
@@ -167,27 +167,18 @@ def use(kernel: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=COMPUTED)
-def build_in_use(
-    request: pytest.FixtureRequest,
-    libraries: dict[str, ctypes.CDLL],
-    monkeypatch: pytest.MonkeyPatch,
-) -> str:
-    name = str(request.param)
-    if name not in libraries:
-        pytest.skip("the compiler is older")
-    use(libraries[name], monkeypatch)
-    return name
+def build_in_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(library_of(str(request.param)), monkeypatch)
 
 
 @pytest.fixture
-def in_each(
-    libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[str, int]]:
+def in_each(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Return an iterator over builds that makes each the current one; it yields names and vector
     widths."""
 
     def through() -> Iterator[tuple[str, int]]:
-        for name, kernel in libraries.items():
+        for name in QUICK:
+            kernel = library_of(name)
             use(kernel, monkeypatch)
             yield name, kernel.lanes()
 
@@ -308,14 +299,14 @@ def test_passes_have_the_bits_of_their_width(
 @needs_compiler
 @pytest.mark.skipif(not has_ziglang(), reason="needs the package ziglang")
 def test_zig_compiles_kernels_of_the_same_bits(
-    tmp_path: Path, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This works for a user without a home directory, too."""
     zig = Compiler((sys.executable, "-m", "ziglang", "cc"))
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    x, name = rows(COLUMNS), next(iter(libraries))
-    use(libraries[name], monkeypatch)
+    x, name = rows(COLUMNS), next(iter(RUNNABLE))
+    use(library_of(name), monkeypatch)
     expected = {each: product(x, MAX_ROWS) for each, product in products().items()}
     use(build.library_of(RUNNABLE[name], zig, None), monkeypatch)
     for product_name, product in products().items():

@@ -130,6 +130,19 @@ def test_a_plan_that_does_not_fit_is_refused():
         executor.run(make_plan(4, [], admitted=(admit(1, [1, 2, 3], max_total=2),)))
 
 
+def test_reports_of_a_step_are_in_the_order_of_its_rows() -> None:
+    """A chunk, a greedy row and one of rejection share a step."""
+    executor = TorchExecutor(tiny_model(), drafter=DraftModel(tiny_model(noise=0.08)), **SIZES)
+    sampled = {"temperature": 1.0, "verification": "rejection"}
+    admitted = (admit(0, [1, 2, 3, 4]), admit(1, [1, 2, 3, 5], **sampled), admit(2, range(3, 12)))
+    executor.run(make_plan(0, [(s, 4, 0, 0, True) for s in (0, 1)], admitted=admitted))
+    rows = [(2, 6, 0, 0, False), (1, 4, 3, 4, True), (0, 4, 3, 4, True)]
+    result = executor.run(make_plan(1, rows))
+    assert result.expected_accepted is not None
+    chunk, rejection, greedy = result.expected_accepted.tolist()
+    assert chunk == 0 and greedy == result.num_accepted[2] and rejection % 1 > 0
+
+
 def test_drafts_are_clipped_and_a_full_row_emits_nothing():
     """The plan was made while another was in flight, so its upper bounds may pass the end; the row
     does not."""

@@ -1,5 +1,4 @@
-"""The GPU executor's host side: its messages to the device, the shapes of its batches, and what it
-refuses. Whole steps are in `tests/triton_kernels/interpreter/test_gpu_executor.py`."""
+"""The GPU executor's host side: messages to the device, shapes of batches, what is refused."""
 
 from __future__ import annotations
 

@@ -112,24 +112,6 @@ def test_every_row_is_what_the_definition_says(mode: str, slow: object) -> None:
     assert ((accepted > 0) & (accepted < k)).any() and ((accepted == 0) & (k > 0)).any()
 
 
-def test_a_coupled_draft_is_accepted_as_often_as_daliri_et_al_say() -> None:
-    """(1 - TV) / (1 + TV) <= sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) <= 1 - TV, for pairs from
-    nearly equal to nearly disjoint. |z| < 5 fails by chance in 6 of 10 million."""
-    rng, count = np.random.default_rng(4), 8000
-    zeros = torch.zeros(count, dtype=torch.int64)
-    rows = NoiseRows(torch.stack((torch.arange(count), zeros), dim=1), zeros, zeros)
-    for spread in (0.05, 0.5, 4.0):
-        logits = rng.normal(size=(2, 12)) * [[2], [spread]]
-        p, q = (torch.from_numpy(x).softmax(-1).float() for x in (logits[0], logits.sum(axis=0)))
-        ratios = torch.maximum(p[None] / p[:, None], q[None] / q[:, None])
-        match, overlap = float((1 / ratios.sum(dim=1)).sum()), float(torch.minimum(p, q).sum())
-        assert overlap / (2 - overlap) <= match <= overlap
-        drafts = draw(q.repeat(count, 1), rows, noise.COUPLED)
-        verdict = coupled_verify(p.repeat(2 * count, 1), drafts, zeros + 1, rows)
-        share = float(verdict.num_accepted.double().mean())
-        assert abs(share - match) < 5 * (match * (1 - match) / count) ** 0.5
-
-
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
 def test_expected_accepted_is_the_overlap_up_to_and_including_the_first_rejection(
     certain: bool,

@@ -179,18 +179,24 @@ SCHEMA = {
     "required": ["a", "b", "c"],
     "additionalProperties": False,
 }
+UNIQUE = {"type": "array", "uniqueItems": True, "items": {"enum": ["ab", "abc", "b"]}}
+UNIQUE = {"type": "object", "properties": {"t": UNIQUE | {"minItems": 3}}, "required": ["t"]}
+UNIQUE["additionalProperties"] = False
 OUTPUTS: tuple[StructuredOutputs | None, ...] = (
     StructuredOutputs(json=SCHEMA),
     StructuredOutputs(json_object=True),
     StructuredOutputs(regex=r"(ab|cd|[0-9]{2}){6,20}!"),
     StructuredOutputs(choice=("a cab has a bed", "a bad egg", "a cab had a bag")),
     StructuredOutputs(grammar='start: "f" "(" list? ")"\nlist: /[a-h]{1,4}/ ("," /[a-h]{1,4}/)*'),
+    StructuredOutputs(json=UNIQUE),
     None,
 )
 
 
 def follows(index: int, text: str) -> bool:
     """Check a complete text by the definition of `OUTPUTS[index]`."""
+    if index == 5:
+        return sorted(json.loads(text)["t"]) == ["ab", "abc", "b"]
     if index in (0, 1):
         value = json.loads(text)
         return index == 1 or (
@@ -374,27 +380,21 @@ def test_the_law_is_the_targets_own_under_the_grammar():
 # --- ends -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", ["off", "fixed:4"])
-def test_a_dead_end_is_an_error_with_and_without_drafts(lookahead):
+@pytest.mark.parametrize("drafter, lookahead", [(None, "off"), ("model", "fixed:4")])
+def test_ends(drafter, lookahead):
+    """A dead end is an error, `min_tokens` yields to a text that is complete, and after the end
+    only the end is allowed."""
     allowed = tuple({*encode("a cab"), EOS})
-    batch = [make_request("r", [3, 4, 5], **_structured_params(3, allowed_token_ids=allowed))]
-    done = run(batch, draft() if lookahead != "off" else None, lookahead=lookahead)
-    assert done.reasons["r"] is FinishReason.ERROR
-    assert (done.messages["r"] or "").startswith("structured_outputs")
-    assert slow_text(done.outputs["r"]) in "a cab ha"
-
-
-@pytest.mark.parametrize("lookahead", ["off", "fixed:4"])
-def test_min_tokens_yields_to_a_text_that_is_complete(lookahead):
-    batch = [make_request("r", [3, 4, 5], **_structured_params(3, min_tokens=30))]
-    done = run(batch, draft() if lookahead != "off" else None, lookahead=lookahead)
-    assert done.reasons["r"] is FinishReason.STOP and follows(3, slow_text(done.outputs["r"]))
-
-
-def test_after_the_end_only_the_end_is_allowed():
-    batch = [make_request("r", [3, 4, 5], **_structured_params(3, ignore_eos=True))]
-    for drafter, lookahead in ((None, "off"), (draft(), "fixed:4")):
-        done = run(batch, drafter, lookahead=lookahead)
-        output = done.outputs["r"]
-        assert done.reasons["r"] is FinishReason.LENGTH and len(output) == 40
-        assert follows(3, slow_text(output)) and set(output[output.index(EOS) :]) == {EOS}
+    ways = {"dead": {"allowed_token_ids": allowed}, "min": {"min_tokens": 30}}
+    ways["after"] = {"ignore_eos": True}
+    batch = [
+        make_request(n, [3, 4, 5], **_structured_params(3, **more)) for n, more in ways.items()
+    ]
+    done = run(batch, drafter and draft(), lookahead=lookahead)
+    reasons = FinishReason.ERROR, FinishReason.STOP, FinishReason.LENGTH
+    assert tuple(done.reasons[name] for name in ways) == reasons
+    assert (done.messages["dead"] or "").startswith("structured_outputs")
+    assert slow_text(done.outputs["dead"]) in "a cab ha"
+    output = done.outputs["after"]
+    assert follows(3, slow_text(done.outputs["min"])) and follows(3, slow_text(output))
+    assert len(output) == 40 and set(output[output.index(EOS) :]) == {EOS}

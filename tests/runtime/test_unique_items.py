@@ -1,24 +1,20 @@
-"""Lists of strings without duplicates (`uniqueItems`): the processor, and through an engine."""
+"""Lists of strings without duplicates (`uniqueItems`). An engine is in `test_structured`."""
 
 from __future__ import annotations
 
 import json
 import random
-from functools import lru_cache
 from typing import Any
 
 import jsonschema_rs
 import pytest
 import torch
 
-from cbatch.core.request.request import FinishReason, StructuredOutputs
+from cbatch.core.request.request import StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.grammars.unique_items import UniqueItems
-from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.sampling.structured import Structured
 from cbatch.text import TextTokenizer
-from cbatch.text.forced_tools import Function, Tool, forced_call
-from tests.runtime.engines import Run, make_request, run_engine, tiny_model
 from tests.text.toy_tokenizers import printable
 
 TOKENIZER = TextTokenizer(printable(), "toy")  # ids are characters and pairs of letters
@@ -92,55 +88,3 @@ def test_other_lists_may_repeat() -> None:
         structured.shape(row)
         assert row[token] == 0
         structured.advance(token)
-
-
-def tool_call() -> StructuredOutputs:
-    tool = Tool("function", Function("f", parameters=LISTS["all of them"]))
-    forced = forced_call([tool], "required", parallel=False)
-    assert forced is not None
-    return forced.output
-
-
-OUTPUTS = [*(StructuredOutputs(json=schema) for schema in LISTS.values()), tool_call()]
-
-
-@lru_cache
-def draft() -> DraftModel:
-    return DraftModel(tiny_model(vocab_size=VOCAB, noise=0.05, seed=1))
-
-
-def run(*, drafts: bool = False, **options: Any) -> Run:
-    batch = [
-        make_request(
-            f"r{i}",
-            list(range(5, 25)),
-            structured_outputs=each,
-            max_tokens=120,
-            ignore_eos=False,
-            temperature=1.0,
-            verification="coupled",
-        )
-        for i, each in enumerate(OUTPUTS)
-    ]
-    drafter, model = (draft(), draft().model) if drafts else (None, None)
-    settings = {"drafting": drafter, "grammars": GRAMMARS, "eos_ids": (EOS,)}
-    return run_engine(batch, tiny_model(vocab_size=VOCAB), model, **settings, **options)
-
-
-def test_through_the_engine_with_drafts_overlap_and_preemptions() -> None:
-    plain, whole = run(), 0
-    for i, outputs in enumerate(OUTPUTS):
-        assert plain.reasons[f"r{i}"] is not FinishReason.ERROR, plain.messages
-        if plain.reasons[f"r{i}"] is FinishReason.STOP:
-            whole += 1
-            value = json.loads(TOKENIZER.decode(plain.outputs[f"r{i}"]))
-            if outputs.json is None:
-                value = value[0]["arguments"]
-            schema = list(LISTS.values())[i] if outputs.json else LISTS["all of them"]
-            jsonschema_rs.validate(schema, value)
-    assert whole >= 3
-    for depth in (0, 1):
-        drafted = run(drafts=True, lookahead="fixed:4", depth=depth)
-        assert drafted.outputs == plain.outputs and (drafted.accepted >= 1).any()
-    crowded = run(num_blocks=35, max_num_batched_tokens=64)
-    assert crowded.scheduler.stats.preemptions > 0 and crowded.outputs == plain.outputs

@@ -1,10 +1,11 @@
-"""Compile every shipped kernel configuration for every target, without a GPU, and inspect the code.
+"""Compile every kernel that executors launch, and attention with every tile of its table, for every
+target, without a GPU, and inspect the code.
 
     python -m tests.triton_kernels.compile_check [--target sm_90] [--kernel attention]
 
 It reports these faults:
 
-- register spills, and more registers or shared memory than a case allows;
+- register spills, and more registers or shared memory than a kernel may use;
 - code larger than an instruction cache;
 - products without wgmma;
 - narrow loads, and loads without the descriptors that they should use;
@@ -17,7 +18,6 @@ It prints a table, then one JSON line. Seconds are those of one core, 0 for code
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import resource
@@ -26,32 +26,96 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from tests.triton_kernels.cases import FAMILIES, KernelCase
+from tests.gpu_proofs.meta import SIZES, Size, Start
+from tests.triton_kernels.driver import META, TARGETS, Recorded, recording
+from triton_kernels.attention import Heads, Partials, Tile, WorkList, attention
+from triton_kernels.attention.table import INVARIANT_ROWS, SPLIT_TOKENS, TileKey, entries
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 MAX_CODE_BYTES = 128 << 10  # of one kernel: an H100's instruction cache
+# The most registers of a thread with which enough programs share a multiprocessor.
+_REGISTERS = {"norm": 64, "silu_mul": 48, "scan": 112, "residual": 104, "finish": 32, "mask": 64}
+_REGISTERS |= {"described": 216, "dense": 216, "shape": 128, "distributions": 128, "decide": 184}
+_SHARED_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "gfx942": 64}  # of a multiprocessor
+_AMD_REGISTERS = 512  # registers per lane that the waves of a SIMD share
+_WIDE = {"attention", "norm", "silu_mul"}  # kernels whose loads are 128 bits wide
+_MAX_NARROW = 24  # loads of partial maxima and sums, over all pipeline stages
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Case(NamedTuple):
+    """A kernel for a target. `programs` share a multiprocessor."""
+
+    kernel: Recorded
+    target: str
+    programs: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name.removesuffix("_kernel")
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        names = self.kernel.kernel.arg_names
+        return {names[at]: value for (at, *_), value in self.kernel.constexprs.items()}
+
+    @property
+    def config(self) -> str:
+        sizes = [f"{n.lower()} {v}" for n, v in self.constants.items() if n.isupper() and v]
+        return " ".join(sizes)[:60]
+
+
+def recorded_cases(target: str, sizes: Iterable[Size] = SIZES) -> list[Case]:
+    """Return the kernels of executors of these sizes."""
+    with recording(TARGETS[target]) as launches:
+        for size in sizes:
+            Start(size, target, launches).capture()
+    return [Case(each, target) for each in launches.by_key.values()]
+
+
+def table_cases(target: str) -> list[Case]:
+    """Return attention with every tile of the table."""
+    return [attention_case(*entry) for entry in entries().items() if entry[0].arch == target]
+
+
+def attention_case(key: TileKey, tile: Tile, window: int | None = 4096) -> Case:
+    """Return attention with a tile of the table, a window and a soft cap."""
+    dtype = {16: torch.bfloat16, 32: torch.float32}[key.bits]
+    fp8 = torch.float8_e4m3fnuz if key.arch == "gfx942" else torch.float8_e4m3fn
+    heads, kv = Heads(8, key.group, key.head_dim), dtype if key.kv_bits == key.bits else fp8
+    fused = torch.empty(16, 8, key.group + 2, key.head_dim, dtype=dtype, device=META)
+    pool = torch.empty(32, key.page_tokens, 8, 2, key.head_dim, dtype=kv, device=META)
+    ints = torch.empty(16, 16, dtype=torch.int32, device=META)
+    out = torch.empty(16, 8 * key.group * key.head_dim, dtype=dtype, device=META)
+    with recording(TARGETS[key.arch]) as launches:
+        work = WorkList.allocate(
+            Partials.allocate(16, heads, tile, META),
+            heads,
+            tile,
+            max_tokens=16,
+            max_sequences=16,
+            split_tokens=SPLIT_TOKENS,
+            balanced=None if key.rows == INVARIANT_ROWS or key.bits == 32 else 16,
+            window=window,
+        )
+        pages, q = (pool[:, :, :, 0], pool[:, :, :, 1]), fused[:, :, : key.group]
+        attention(q, *pages, ints, out, work, scale=0.1, soft_cap=50.0, num_programs=16, early=True)
+    (kernel,) = launches.by_key.values()
+    return Case(kernel, key.arch, tile.programs)
 
 
 class Findings(NamedTuple):
     """Properties of the machine code of one case."""
 
-    case: KernelCase
-    target: str
+    case: Case
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -65,52 +129,53 @@ class Findings(NamedTuple):
     seconds: float
 
     def faults(self) -> list[str]:
-        case, limits = self.case, self.case.limits[self.target]
-        problems = []
+        case, constants, problems = self.case, self.case.constants, []
+        name, stages = case.name, case.kernel.options["num_stages"]
+        amd = case.target == "gfx942"
+        max_registers = _AMD_REGISTERS // case.programs if amd else _REGISTERS.get(name, 255)
+        shared = (_SHARED_KIB[case.target] << 10) // case.programs - 1024 * (not amd)
+        described = name == "described" or constants.get("DESCRIPTORS")
+        halves = "16" in str(case.kernel.signature)  # bf16 or fp16, not fp32
+        products = name in ("dense", "described", "quantised") or constants.get("ROWS", 0) >= 64
         if self.spill_bytes:
             problems.append(f"spills {self.spill_bytes} bytes")
-        if self.registers > limits.registers:
-            problems.append(f"{self.registers} registers, {limits.registers} allowed")
-        if self.shared_bytes > limits.shared_bytes:
-            problems.append(f"{self.shared_bytes} bytes shared, {limits.shared_bytes} allowed")
+        if self.registers > max_registers:
+            problems.append(f"{self.registers} registers, {max_registers} allowed")
+        if self.shared_bytes > shared:
+            problems.append(f"{self.shared_bytes} bytes shared, {shared} allowed")
         if self.code_bytes > MAX_CODE_BYTES:
             problems.append(f"{self.code_bytes} bytes of code")
-        if case.wgmma and self.target == "sm_90" and not self.wgmmas:
+        if case.target == "sm_90" and products and halves and not self.wgmmas:
             problems.append("no wgmma")
-        if case.tma and not self.descriptor_loads:
+        if described and not self.descriptor_loads:
             problems.append("no loads through descriptors")
-        if case.buffers is not None and self.buffers < case.buffers[0]:
-            problems.append(f"{self.buffers} tiles in flight, {case.buffers[0]} expected")
+        if name == "attention" and self.buffers < stages - 1:
+            problems.append(f"{self.buffers} tiles in flight, {stages - 1} expected")
         if self.lost_bounds:
             problems.append(f"{self.lost_bounds} carried values that only bound loops")
-        if case.wide_loads and (self.narrow_loads > case.max_narrow or not self.wide_loads):
+        narrow = self.narrow_loads > _MAX_NARROW * (name == "attention") or not self.wide_loads
+        if name in _WIDE and narrow:
             problems.append(f"{self.narrow_loads} loads narrower than 128 bits")
         return problems
 
 
-def all_cases(families: Iterable[str] = FAMILIES) -> list[KernelCase]:
-    return [case for family in families for case in FAMILIES[family]()]
-
-
-def check(case: KernelCase, target: str) -> Findings:
-    """Compile `case` for `target` and read its code."""
+def check(case: Case) -> Findings:
+    """Compile `case` and read its code."""
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET: unset it; interpreted kernels cannot be compiled")
-    options = {
-        "num_warps": case.num_warps,
-        "num_stages": case.num_stages,
-        "enable_fp_fusion": case.fp_fusion,
-    }
-    gpu = TARGETS[target]
-    if gpu.backend == "cuda" and gpu.arch >= 90 and case.maxnreg is not None:
-        options["maxnreg"] = case.maxnreg
-    began = _processor_seconds()
-    compiled = triton.compile(_source(case), target=gpu, options=options)
+    gpu, constants, began = TARGETS[case.target], case.constants, _processor_seconds()
+    compiled = case.kernel.compile(gpu)
     seconds = _processor_seconds() - began
-    buffers = _buffers(compiled.asm["ttgir"], case.buffers)
-    figures = figures_of(compiled, gpu) | {"buffers": buffers, "seconds": seconds}
-    figures["lost_bounds"] = lost_bounds(compiled.asm["ttir"])
-    return Findings(case, target, code_bytes=code_bytes(compiled), **figures)
+    read = _read_nvidia if gpu.backend == "cuda" else _read_amd
+    return Findings(
+        case=case,
+        shared_bytes=compiled.metadata.shared,
+        buffers=_buffers(compiled.asm["ttgir"], constants.get("KEYS"), constants.get("BLOCK_DIM")),
+        lost_bounds=lost_bounds(compiled.asm["ttir"]),
+        code_bytes=code_bytes(compiled),
+        seconds=seconds,
+        **read(compiled, gpu),
+    )
 
 
 def lost_bounds(code: str) -> int:
@@ -145,55 +210,10 @@ def code_bytes(compiled: Any) -> int:
     return sum(length for _, _, flags, _, _, length in sections if flags & 4)
 
 
-def figures_of(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
-    """Return properties of the machine code of a compiled kernel, by fields of `Findings`."""
-    read = _read_nvidia if gpu.backend == "cuda" else _read_amd
-    return {"shared_bytes": compiled.metadata.shared, **read(compiled, gpu)}
-
-
-def resources_of(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
-    """Return the fields of `figures_of` about device resources, without inspecting the code."""
-    read = _nvidia_resources if gpu.backend == "cuda" else _read_amd
-    figures = {"shared_bytes": compiled.metadata.shared, **read(compiled, gpu)}
-    return {name: figures[name] for name in ("registers", "spill_bytes", "shared_bytes")}
-
-
-def _buffers(code: str, shape: tuple[int, int, int] | None) -> int:
-    """Return how many tiles of the given shape exist at once; 0 for no shape."""
-    if shape is None:
-        return 0
-    _, rows, columns = shape
+def _buffers(code: str, rows: int | None, columns: int | None) -> int:
+    """Return how many tiles of the given shape exist at once."""
     counts = re.findall(rf"memdesc<(\d+)x{rows}x{columns}x", code)
     return max((int(count) for count in counts), default=0)
-
-
-def _source(case: KernelCase) -> ASTSource:
-    names = list(inspect.signature(case.kernel.fn).parameters)
-    constexprs = {(names.index(n),): value for n, value in case.constexprs.items()}
-    signature, divisible = {}, {}
-    for at, name in enumerate(names):
-        signature[name] = _known(case.signature.get(name))
-        for path, kind in _leaves(signature[name], (at,)):
-            if kind == "constexpr":
-                constexprs.setdefault(path, None)
-            elif name in case.divisible:
-                divisible[path] = [["tt.divisibility", 16]]
-    return ASTSource(case.kernel, signature, constexprs=constexprs, attrs=divisible)
-
-
-def _known(kind: Any) -> Any:
-    """Return Triton's type of an argument, or of each in a tuple; None is a constant."""
-    if isinstance(kind, tuple):
-        return type(kind)(*map(_known, kind))
-    return "constexpr" if kind is None else kind
-
-
-def _leaves(kind: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-    if isinstance(kind, tuple):
-        for at, element in enumerate(kind):
-            yield from _leaves(element, (*path, at))
-    else:
-        yield path, kind
 
 
 def _read_nvidia(compiled: Any, gpu: GPUTarget) -> dict[str, int]:
@@ -283,31 +303,30 @@ def _run(*command: str | Path) -> str:
 def _row(findings: Findings) -> str:
     case, verdict = findings.case, "; ".join(findings.faults()) or "ok"
     return (
-        f"{case.name:<16} {case.config:<30} {findings.target:<7} {findings.registers:>5} "
+        f"{case.name:<16} {case.config:<60} {case.target:<7} {findings.registers:>5} "
         f"{findings.spill_bytes:>6} {findings.shared_bytes:>7} {findings.code_bytes >> 10:>5} "
         f"{findings.seconds:>5.1f}  {verdict}"
     )
 
 
 def _entry(findings: Findings) -> dict[str, object]:
-    figures = ("target", "registers", "spill_bytes", "shared_bytes", "code_bytes", "seconds")
-    named = {"name": findings.case.name, "config": findings.case.config}
-    return named | {name: getattr(findings, name) for name in figures}
+    figures = ("registers", "spill_bytes", "shared_bytes", "code_bytes", "seconds")
+    case = {name: getattr(findings.case, name) for name in ("name", "config", "target")}
+    return case | {name: getattr(findings, name) for name in figures}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.triton_kernels.compile_check")
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
-    parser.add_argument("--kernel", choices=FAMILIES, action="append", help="default: all")
+    parser.add_argument("--kernel", action="append", help="default: all")
     options = parser.parse_args(arguments)
-    targets = options.target or list(TARGETS)
-    head = f"{'kernel':<16} {'configuration':<30} {'target':<7}  regs spills  shared   KiB     s"
+    head = f"{'kernel':<16} {'configuration':<60} {'target':<7}  regs spills  shared   KiB     s"
     print(f"{head}  verdict")
     every = []
-    for case in all_cases(options.kernel or FAMILIES):
-        for target in targets:
-            if target in case.limits:
-                every.append(check(case, target))
+    for target in options.target or list(TARGETS):
+        for case in (*recorded_cases(target), *table_cases(target)):
+            if options.kernel is None or case.name in options.kernel:
+                every.append(check(case))
                 print(_row(every[-1]), flush=True)
     print(json.dumps({"kernels": [_entry(findings) for findings in every]}))
     return 1 if any(findings.faults() for findings in every) else 0

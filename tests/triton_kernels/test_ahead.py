@@ -13,9 +13,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.gpu_proofs.driver import _Driver
-from tests.gpu_proofs.meta import META
-from tests.triton_kernels.compile_check import TARGETS
+from tests.triton_kernels.driver import META, TARGETS, Driver
 from triton_kernels.build import ahead
 from triton_kernels.build.ahead import Specialisation
 from triton_kernels.layers.norm import rms_norm
@@ -37,7 +35,7 @@ def launch() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use an empty Triton cache, and let launches see an H100."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(driver, "_active", _Driver(TARGETS["sm_90"]))
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm_90"]))
     return tmp_path
 
 

@@ -1,28 +1,24 @@
-"""The compile check on the shipped kernels (a case of each kind, one target), and on bad ones."""
+"""The compile check on the kernels of a start, and on bad ones."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.gpu_proofs.meta import SIZES
 from tests.triton_kernels import compile_check
-from tests.triton_kernels.cases import CaseLimits, KernelCase
-from tests.triton_kernels.compile_check import Findings, all_cases, check, main
+from tests.triton_kernels.compile_check import Case, check, main, recorded_cases, table_cases
+from tests.triton_kernels.driver import META, TARGETS, recording
 from triton_kernels.noise import device as noise_device
 
-KINDS = {
-    (c.name, c.wgmma, c.tma, c.constexprs.get("FOLDS")): c
-    for c in all_cases()
-    if "sm_90" in c.limits
-}
-SHIPPED = list(KINDS.values())
+EVERY_KERNEL = SIZES[4]  # our products, weights in blocks, keys in fp8, a draft
 
 
 @triton.jit
@@ -33,56 +29,57 @@ def product_kernel(a_ptr, b_ptr, out_ptr, stride, ROWS: tl.constexpr, SIZE: tl.c
     tl.store(out_ptr + row + column, tl.dot(a, b))
 
 
-def product(rows: int = 64, num_warps: int = 4) -> KernelCase:
-    """A small product that passes the check."""
-    return KernelCase(
-        name="product",
-        config=f"rows={rows}",
-        kernel=product_kernel,
-        signature={"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32", "stride": "i32"},
-        constexprs={"ROWS": rows, "SIZE": 64},
-        divisible=("a_ptr", "b_ptr", "out_ptr", "stride"),
-        num_warps=num_warps,
-        num_stages=1,
-        limits={"sm_90": CaseLimits(128, 64 << 10)},
-        wgmma=True,
-        wide_loads=True,
-    )
+def recorded(kernel: Any, *arguments: Any, target: str = "sm_90", **options: Any) -> Case:
+    with recording(TARGETS[target]) as launches:
+        kernel[(1,)](*arguments, **options)
+    (made,) = launches.by_key.values()
+    return Case(made, target)
+
+
+def product(rows: int = 64, stride: int = 64, num_warps: int = 4) -> Case:
+    """Return a small product, which passes the check by default."""
+    a, b = torch.empty(2, 4096, dtype=torch.bfloat16, device=META)
+    out = torch.empty(4096, device=META)
+    options = {"num_warps": num_warps, "num_stages": 1}
+    return recorded(product_kernel, a, b, out, stride, rows, 64, **options)
 
 
 @functools.cache
-def small_product() -> Findings:
-    """Return the findings about its code, under limits that it keeps."""
-    return check(product(), "sm_90")
+def small_product() -> Any:
+    return check(product())
 
 
-@pytest.mark.parametrize("case", SHIPPED, ids=lambda case: f"{case.name} {case.config}")
-def test_shipped_kernels_pass(case: KernelCase) -> None:
-    assert check(case, "sm_90").faults() == []
+@pytest.fixture(autouse=True)
+def wide_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_check, "_WIDE", {*compile_check._WIDE, "product"})
 
 
-def test_few_rows_miss_wgmma() -> None:
-    assert check(product(rows=16), "sm_90").faults() == ["no wgmma"]
+def test_every_kernel_of_a_start_passes() -> None:
+    kernels = {each.name: each for each in recorded_cases("sm_90", [EVERY_KERNEL])}
+    assert len(kernels) > 20
+    assert {name: check(each).faults() for name, each in kernels.items()} == dict.fromkeys(
+        kernels, []
+    )
 
 
-def test_a_stride_of_any_size_makes_loads_narrow() -> None:
-    case = product()._replace(divisible=("a_ptr", "b_ptr", "out_ptr"))
-    (fault,) = check(case, "sm_90").faults()
-    assert "narrower than 128 bits" in fault
-
-
-def test_a_sum_too_large_for_its_threads_spills() -> None:
-    limits = {"sm_90": CaseLimits(255, 64 << 10)}
-    case = product(rows=256, num_warps=1)._replace(limits=limits, wgmma=False)
-    spills, code = check(case, "sm_90").faults()
-    assert spills.startswith("spills") and code.endswith("bytes of code")
+def test_faults_of_a_product_are_seen() -> None:
+    assert small_product().faults() == []
+    assert check(product(rows=16)).faults() == [], "too few rows for wgmma"
+    (narrow,) = check(product(stride=65)).faults()
+    assert "narrower than 128 bits" in narrow
+    spills, *_ = check(product(rows=256, num_warps=1)).faults()
+    assert spills.startswith("spills")
 
 
 def test_a_shorter_pipeline_is_seen() -> None:
-    case = next(c for c in SHIPPED if c.tma)
-    assert check(case, "sm_90").buffers >= 2
-    shallow = check(case._replace(num_stages=1), "sm_90").faults()
-    assert any("tiles in flight, 2 expected" in fault for fault in shallow)
+    case = next(each for each in table_cases("sm_90") if each.constants["DESCRIPTORS"])
+    findings = check(case)
+    assert findings.buffers >= 2 and findings.faults() == []
+    kernel = case.kernel._replace(options=case.kernel.options | {"num_stages": 1})
+    shallow = check(case._replace(kernel=kernel))
+    assert shallow.buffers < findings.buffers
+    faults = shallow._replace(case=case).faults()
+    assert any("tiles in flight, 2 expected" in fault for fault in faults)
 
 
 @triton.jit
@@ -99,38 +96,32 @@ def sums_kernel(counts_ptr, out_ptr, USED: tl.constexpr):
 
 @pytest.mark.parametrize("used", [True, False])
 def test_a_carried_value_that_only_bounds_a_loop_is_a_fault(used: bool) -> None:
-    case = product()._replace(
-        kernel=sums_kernel,
-        signature={"counts_ptr": "*i32", "out_ptr": "*i32"},
-        constexprs={"USED": used},
-        divisible=(),
-        wgmma=False,
-        wide_loads=False,
-    )
+    ints = torch.empty(8, dtype=torch.int32, device=META)
     expected = [] if used else ["1 carried values that only bound loops"]
-    assert check(case, "sm_90").faults() == expected
+    assert check(recorded(sums_kernel, ints, ints, used)).faults() == expected
 
 
-def test_limits_hold() -> None:
-    case = product()._replace(limits={"sm_90": CaseLimits(8, 8)}, tma=True)
-    findings = small_product()
-    assert findings.faults() == []
-    faults = findings._replace(case=case, code_bytes=129 << 10).faults()
-    assert "registers, 8 allowed" in faults[0] and "bytes shared, 8 allowed" in faults[1]
-    assert faults[2:] == ["132096 bytes of code", "no loads through descriptors"]
+def test_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_check, "_REGISTERS", {"product": 8})
+    findings = small_product()._replace(code_bytes=129 << 10, wgmmas=0, shared_bytes=300_000)
+    registers, *others = findings.faults()
+    assert "registers, 8 allowed" in registers
+    limit = (228 << 10) - 1024
+    shared = f"300000 bytes shared, {limit} allowed"
+    assert others == [shared, "132096 bytes of code", "no wgmma"]
 
 
 @pytest.mark.parametrize("registers, status", [(128, 0), (8, 1)])
 def test_the_command_ends_with_one_line_of_json(
     registers: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = product()._replace(limits={"sm_90": CaseLimits(registers, 64 << 10)})
-    monkeypatch.setattr(compile_check, "all_cases", lambda families: [case])
-    monkeypatch.setattr(compile_check, "check", lambda *_: small_product()._replace(case=case))
-    assert main([]) == status
+    monkeypatch.setattr(compile_check, "_REGISTERS", {"product": registers})
+    monkeypatch.setattr(compile_check, "recorded_cases", lambda target: [product()])
+    monkeypatch.setattr(compile_check, "table_cases", lambda target: [])
+    monkeypatch.setattr(compile_check, "check", lambda case: small_product())
+    assert main(["--target", "sm_90"]) == status
     (kernel,) = json.loads(capsys.readouterr().out.splitlines()[-1])["kernels"]
     assert 0 < kernel["code_bytes"] < 16 << 10 and kernel["name"] == "product"
-    assert kernel["target"] == "sm_90", "not shipped for other targets"
 
 
 # --- noise: no fused multiply-add, each operation rounds by itself --------------------------------
@@ -143,16 +134,14 @@ def exponential_kernel(words_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, noise_device.exponential(words))
 
 
-def fused_operations(fp_fusion: bool, target: GPUTarget) -> int:
-    signature = {"words_ptr": "*i32", "out_ptr": "*fp32", "BLOCK": "constexpr"}
-    source = ASTSource(exponential_kernel, signature, constexprs={(2,): 1024})
-    compiled = triton.compile(source, target=target, options={"enable_fp_fusion": fp_fusion})
-    code = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
-    return len(re.findall(r"\bfma\.rn\.f32|\bv_(?:pk_)?(?:fma|fmac|mad|mac)\w*_f32", code))
-
-
-@pytest.mark.parametrize("arch", [90, "gfx942"])
-def test_nothing_is_fused_unless_asked_for(arch: int | str) -> None:
-    target = GPUTarget("cuda", arch, 32) if arch == 90 else GPUTarget("hip", arch, 64)
-    assert fused_operations(False, target) == 0
-    assert fused_operations(True, target) >= 8
+@pytest.mark.parametrize("target, code", [("sm_90", "ptx"), ("gfx942", "amdgcn")])
+def test_nothing_is_fused_unless_asked_for(target: str, code: str) -> None:
+    words, out = torch.empty(2, 1024, dtype=torch.int32, device=META)
+    counts = []
+    for fuses in (False, True):
+        arguments = (words, out.view(torch.float32), 1024)
+        case = recorded(exponential_kernel, *arguments, target=target, enable_fp_fusion=fuses)
+        text = case.kernel.compile(TARGETS[target]).asm[code]
+        fused = r"\bfma\.rn\.f32|\bv_(?:pk_)?(?:fma|fmac|mad|mac)\w*_f32"
+        counts.append(len(re.findall(fused, text)))
+    assert counts[0] == 0 and counts[1] >= 8

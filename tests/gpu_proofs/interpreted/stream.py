@@ -3,7 +3,7 @@ the host waits, and graphs that are tapes.
 
 Within a stream no operation runs when it is called. It is recorded with its actual tensors, gets
 memory full of garbage for its result, and runs in its turn when the host waits. A host that reads
-or overwrites too early is noticed.
+or overwrites too early is noticed, and so is a copy from or to pinned memory that waits.
 
 A capture records operations on a tape. A replay fills what the capture allocated with garbage
 again, then runs the tape and nothing else. A graph that relies on values of the host, on memory
@@ -21,20 +21,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
 from cbatch.runtime.gpu import device as device_module
-from tests.gpu_proofs.meta import READS
 
 _GARBAGE = 0xFF  # bytes: NaN, and -1
 _ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::new_empty"}
-Work = Callable[[], None]
+_NO_COPIES = {"aten::detach", "aten::alias", "aten::lift_fresh"}
+_READS = {
+    *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"),
+    *("aten::masked_select", "aten::nonzero", "aten::_unique2", "aten::unique_dim"),
+}
+Work = Callable[[], object]
 
 
-class HostReads(BaseException):
-    """A read within a capture. No `Exception`: the step loop would recover."""
+class HostWaits(BaseException):
+    """A read or a copy for which the host waits. No `Exception`: the step loop would recover."""
 
 
 class DeviceFault(BaseException):
@@ -51,6 +55,7 @@ class Stream(TorchDispatchMode):
         self.done = 0
         self.tape: list[Work] | None = None  # of the current capture
         self.allocations: list[Tensor] = []  # made in the current capture
+        self.pinned: list[Tensor] = []  # memory of the host
         self.is_current = self._is_running = False
 
     @property
@@ -67,13 +72,13 @@ class Stream(TorchDispatchMode):
     def wait_until(self, place: int) -> None:
         """Run what was queued before `place`."""
         if self.tape is not None:
-            raise HostReads("the host waits within a capture")
+            raise HostWaits("the host waits within a capture")
         while self.done < place:
             work = self._queue.pop(0)
             self.done += 1
             self._is_running = True
             try:
-                with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
+                with _disable_current_modes(), torch.inference_mode():
                     work()
             except Exception as error:
                 raise DeviceFault(str(error)) from error
@@ -83,25 +88,39 @@ class Stream(TorchDispatchMode):
     def synchronize(self) -> None:
         self.wait_until(self.end())
 
+    def read(self) -> None:
+        """Run all work for a read by the host."""
+        self.seen["reads"] += 1
+        self.synchronize()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
-        if name in READS:
-            self.seen["reads"] += 1
-            if self.tape is not None:
-                raise HostReads(f"{name} within a capture")
-            self.synchronize()
+        if name in _READS:
+            self.read()
             return func(*args, **kwargs)
-        if func.is_view or name in ("aten::detach", "aten::alias", "aten::lift_fresh"):
+        if func.is_view or name in _NO_COPIES:
             out = func(*args, **kwargs)  # some operations copy where no view is possible
-            return out if _shares(out, args) else self._computed(func, args, kwargs)
+            return (
+                out if _addresses(out) <= _addresses(args) else self._computed(func, args, kwargs)
+            )
         if name in _ALLOCATIONS:
             return self._allocated(func(*args, **kwargs))
         if func._schema.is_mutable:
-            self.enqueue(lambda: _ignore(func(*args, **kwargs)))
+            if name == "aten::copy_":
+                self._check_copy(*args, **kwargs)
+            self.enqueue(lambda: func(*args, **kwargs))
             return _changed_argument(func, args, kwargs)
         return self._computed(func, args, kwargs)
+
+    def _check_copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+        pinned = _addresses(self.pinned)
+        for tensor, how in ((source, "copies to the device"), (target, "copies to the host")):
+            if _addresses(tensor) <= pinned:
+                self.seen[how] += 1
+                if not non_blocking or self.tape is not None:
+                    raise HostWaits("a copy that waits, or in a capture")
 
     def _allocated(self, out: Tensor) -> Tensor:
         _fill_with_garbage(out)
@@ -118,11 +137,13 @@ class Stream(TorchDispatchMode):
                 return like
             return self._allocated(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype))
 
-        out = tree_map(allocated, shapes)
+        return self.later(tree_map(allocated, shapes), lambda: func(*args, **kwargs))
+
+    def later(self, out: Any, function: Callable[[], Any]) -> Any:
+        """Return `out`, and fill it with the results of a function in its turn."""
 
         def work() -> None:
-            result = func(*args, **kwargs)
-            for mine, computed in zip(tree_leaves(out), tree_leaves(result), strict=True):
+            for mine, computed in zip(tree_leaves(out), tree_leaves(function()), strict=True):
                 if isinstance(mine, Tensor):
                     mine.copy_(computed)
 
@@ -130,18 +151,9 @@ class Stream(TorchDispatchMode):
         return out
 
 
-def _ignore(_: object) -> None:
-    pass
-
-
-def _shares(out: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if results share memory with arguments."""
-    addresses = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, Tensor)}
-    return all(
-        t.untyped_storage().data_ptr() in addresses
-        for t in tree_leaves(out)
-        if isinstance(t, Tensor)
-    )
+def _addresses(values: Any) -> set[int]:
+    leaves = tree_leaves(values)
+    return {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, Tensor)}
 
 
 def _blank(value: Any) -> Any:
@@ -178,15 +190,8 @@ class Event:
 
 
 class Graph:
-    def __init__(self) -> None:
-        self.tape: list[Work] = []
-        self.allocations: list[Tensor] = []
-        self.stream: Stream | None = None
-
     def replay(self) -> None:
-        stream = self.stream
-        assert stream is not None, "a graph that was not captured"
-        stream.seen["replayed"] += 1
+        self.stream.seen["replayed"] += 1
 
         def work() -> None:
             for tensor in self.allocations:
@@ -194,7 +199,7 @@ class Graph:
             for operation in self.tape:
                 operation()
 
-        stream.enqueue(work)
+        self.stream.enqueue(work)
 
 
 class TorchSubstitute:
@@ -214,8 +219,10 @@ class TorchSubstitute:
 
     def zeros(self, *shape: int, pin_memory: bool = False, **more: Any) -> Tensor:
         """Return zeros. Pinned memory is the host's, and there at once."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            return torch.zeros(*shape, **more)
+        with _disable_current_modes():
+            made = torch.zeros(*shape, **more)
+        self.only.pinned += [made] * pin_memory
+        return made
 
     def synchronize(self, device: torch.device) -> None:
         self.only.synchronize()
@@ -236,20 +243,20 @@ class TorchSubstitute:
                 stream.is_current = False
 
     @contextmanager
-    def graph(self, graph: Graph, pool: int, stream: Stream, **_: str) -> Iterator[None]:
+    def graph(self, graph: Any, pool: int, stream: Stream, **_: str) -> Iterator[None]:
         stream.seen["captured"] += 1
+        graph.stream, graph.tape, graph.allocations = stream, [], []
         stream.tape, stream.allocations = graph.tape, graph.allocations
         try:
             yield
         finally:
-            stream.tape, graph.stream = None, stream
-            stream.seen["recorded"] += len(graph.tape)
+            stream.tape = None
 
 
 @contextmanager
-def substituted(torch_module: TorchSubstitute | None = None) -> Iterator[Stream]:
+def substituted() -> Iterator[Stream]:
     """Let `CudaDevice(cpu)` work on this stream."""
-    torch_module = torch_module or TorchSubstitute()
+    torch_module = TorchSubstitute()
     stream, real = torch_module.only, GridExecutor.__call__
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -262,8 +269,7 @@ def substituted(torch_module: TorchSubstitute | None = None) -> Iterator[Stream]
         @functools.wraps(method)  # a mode recognises calls by this name
         def read(tensor: Tensor) -> Any:
             if stream.is_recording:
-                stream.seen["reads"] += 1
-                stream.synchronize()
+                stream.read()
             return method(tensor)
 
         return read
@@ -285,16 +291,6 @@ def as_queued(
     def call(*args: Any, **kwargs: Any) -> Any:
         if not stream.is_recording:
             return function(*args, **kwargs)
-        out = result(*args, **kwargs)
-
-        def work() -> None:
-            for mine, computed in zip(
-                tree_leaves(out), tree_leaves(function(*args, **kwargs)), strict=True
-            ):
-                if isinstance(mine, Tensor):
-                    mine.copy_(computed)
-
-        stream.enqueue(work)
-        return out
+        return stream.later(result(*args, **kwargs), lambda: function(*args, **kwargs))
 
     return call

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from cbatch.runtime.sampling import noise
@@ -43,7 +42,7 @@ def drawn(batch: LogitsBatch, tiling: Tiling = SMALL) -> Distributions:
 
 @pytest.fixture(scope="module")
 def batch() -> LogitsBatch:
-    return random_batch(np.random.default_rng(12), 10, VOCAB, shaped=False)[0]
+    return random_batch(np.random.default_rng(12), 8, VOCAB, shaped=False)[0]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +87,10 @@ def far_too_far(pieces, target, by_count, PIECE):
     return order.key_of(distributions.tl.max(pieces[1], axis=0) * 90.0) << 32
 
 
-@pytest.mark.parametrize("tiling", [SMALL, SHORT])
-@pytest.mark.parametrize("guess", [next_to_nothing, far_too_far])
+@pytest.mark.parametrize(
+    "guess, tiling",
+    [(next_to_nothing, SHORT), (next_to_nothing, SMALL), (far_too_far, SHORT)],
+)
 def test_a_wrong_guess_changes_no_bit(
     batch: LogitsBatch,
     result: Distributions,
@@ -100,47 +101,6 @@ def test_a_wrong_guess_changes_no_bit(
     few = batch._replace(logits=batch.logits[:10], rows=Rows(*(field[:10] for field in batch.rows)))
     monkeypatch.setattr(distributions, "guess_cut", guess)
     assert differ(drawn(few, tiling), Distributions(*(field[:10] for field in result)), few) == 0
-
-
-right_choice = distributions.choose
-
-
-@triton.jit
-def all_but_the_farthest(nearest, end, pieces_ptr):
-    return right_choice(nearest, end, pieces_ptr) - 1
-
-
-@triton.jit
-def not_far_enough(codes_ptr, length, stage, before, limit, low, last, LANES):
-    return last * 0 + low + 1, last * 0 + 1
-
-
-right_search = distributions.search
-
-
-@triton.jit
-def without_ties(codes_ptr, length, stage, before, limit, low, last, LANES: tl.constexpr):
-    cut, mass = right_search(codes_ptr, length, stage, before, limit, low, last, LANES)
-    return ((cut - 1 >> 32) + 1) << 32, mass
-
-
-@pytest.mark.parametrize(
-    "name, broken",
-    [
-        ("choose", all_but_the_farthest),
-        ("search", not_far_enough),
-        ("search", without_ties),
-    ],
-)
-def test_broken_distributions_are_seen(
-    batch: LogitsBatch,
-    result: Distributions,
-    name: str,
-    broken: object,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(distributions, name, broken)
-    assert differ(drawn(batch), result, batch) > 0
 
 
 def test_memory_holds_poison_before_and_margins_stay(
@@ -171,8 +131,7 @@ def rows_with(logits: Tensor, mode: int, top_k: int, top_p: float, min_p: float)
     return LogitsBatch(logits, rows, requests, where, DraftTokens(zeros, zeros, zeros), None)
 
 
-@pytest.mark.parametrize("tiling", [SMALL, SHORT])
-@pytest.mark.parametrize("mode", [COUPLED, REJECTION])
+@pytest.mark.parametrize("mode, tiling", [(COUPLED, SHORT), (REJECTION, SHORT), (REJECTION, SMALL)])
 def test_ties_of_a_flat_row_stay_up_to_an_id(mode: int, tiling: Tiling) -> None:
     """The filters are half of the mass, a number of tokens, both, and tokens as likely as the
     best."""
@@ -200,11 +159,10 @@ def test_a_flat_row_that_would_fill_the_list() -> None:
     assert result.cuts[0] == limit // 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_vocabulary_of_eighteen_bits(dtype: torch.dtype) -> None:
+def test_a_vocabulary_of_eighteen_bits() -> None:
     """The last token can win, be kept and be cut."""
     vocab = 1 << 18
-    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1)).bfloat16()
     logits[0, vocab - 1] = 12.0
     greedy = drawn(rows_with(logits, GREEDY, vocab, torch.inf, 0.0), launch.TILING)
     assert greedy.tokens[0, 0] == vocab - 1

@@ -72,10 +72,16 @@ def weight_of(group: int, head_dim: int) -> Tensor:
     return torch.rand(group + 1, head_dim, generator=torch.Generator().manual_seed(1)) + 0.5
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    "group, head_dim, page_tokens", [(1, 64, 16), (2, 16, 32), (7, 16, 64), (3, 48, 128)]
+    "group, head_dim, page_tokens, dtype, norm",
+    [
+        (1, 64, 16, torch.float32, False),
+        (2, 16, 32, torch.bfloat16, True),
+        (7, 16, 64, torch.float16, True),
+        (3, 48, 128, torch.float32, True),
+        (3, 48, 16, torch.bfloat16, False),
+        (1, 16, 32, torch.float16, False),
+    ],
 )
 def test_against_the_reference(
     group: int, head_dim: int, dtype: torch.dtype, page_tokens: int, norm: bool
@@ -90,9 +96,8 @@ def test_against_the_reference(
     assert torch.equal(by_kernel.fused[:, :, group:], write.fused[:, :, group:])  # K and V stay
 
 
-@pytest.mark.parametrize("page_tokens", [16, 128])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype, page_tokens", [*zip(TOLERANCE, (16, 128, 32), strict=True)])
 def test_fp8_is_bounded(kv_dtype: torch.dtype, dtype: torch.dtype, page_tokens: int) -> None:
     write = Write.make(dtype=dtype, kv_dtype=kv_dtype, page_tokens=page_tokens)
     write.fused[0] *= 1e3

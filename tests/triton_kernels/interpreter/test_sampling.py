@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from cbatch.runtime.sampling import noise
@@ -17,8 +13,7 @@ from cbatch.runtime.sampling.logits_processors import processors_of
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows, draw
 from tests.triton_kernels.interpreter.batches import SMALL, RequestSpec, kept_by, random_batch
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits
-from triton_kernels.noise import device as noise_device
-from triton_kernels.sampling import launch, order, shape
+from triton_kernels.sampling import launch
 from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION, Distributions, LogitsBatch
 from triton_kernels.sampling.launch import Tiling
 from triton_kernels.sampling.mask import mask_logits, mask_reference, words_of
@@ -77,7 +72,7 @@ def runtime_tokens(
 )
 def test_unfiltered_tokens_are_those_of_the_cpu_runtime(dtype: torch.dtype, shaped: bool) -> None:
     rng = np.random.default_rng(3)
-    batch, specs = random_batch(rng, 24, 97, filters=False, shaped=shaped, dtype=dtype)
+    batch, specs = random_batch(rng, 10, 97, filters=False, shaped=shaped, dtype=dtype)
     tokens = sample(batch)
     assert torch.equal(tokens, reference_tokens(batch))
     assert torch.equal(tokens, runtime_tokens(batch, specs, 97)[0])
@@ -86,7 +81,7 @@ def test_unfiltered_tokens_are_those_of_the_cpu_runtime(dtype: torch.dtype, shap
 @pytest.fixture(scope="module")
 def everything() -> tuple[LogitsBatch, list[RequestSpec]]:
     """Return a batch with every parameter in use; rows and lists are longer than a tile."""
-    batch, specs = random_batch(np.random.default_rng(3), 30, 42)
+    batch, specs = random_batch(np.random.default_rng(3), 24, 42)
     assert int(batch.shaping.num_listed.max()) > PIECEMEAL.tile / 2
     modes = batch.requests.modes[batch.rows.requests.long()]
     assert all((modes == mode).sum() > 5 for mode in (GREEDY, COUPLED, REJECTION))
@@ -183,64 +178,6 @@ def test_forbidden_tokens_are_marked_and_a_finite_row_stays_so() -> None:
     assert marked[~plain].all()
     drafted = marked & plain
     assert drafted.any() and (drafted.sum(dim=1) <= batch.rows.depths).all()
-
-
-right_words = noise_device.run_words
-
-
-@triton.jit
-def noise_by_row(
-    seed, groups, position, choice, purpose, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    return right_words(seed, groups, tl.program_id(0), choice, purpose, ROWS, WIDTH)
-
-
-@triton.jit
-def unfiltered(requests, request, vocab):
-    return vocab < 0
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "broken"),
-    [
-        (noise_device, "run_words", noise_by_row),
-        (order, "is_filtered", unfiltered),
-    ],
-)
-def test_broken_draws_are_caught(
-    monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
-) -> None:
-    batch, _ = random_batch(np.random.default_rng(8), 8, 40, shaped=False)
-    assert torch.equal(sample(batch), reference_tokens(batch))
-    monkeypatch.setattr(module, name, broken)
-    assert not torch.equal(sample(batch), reference_tokens(batch))
-
-
-def dense_ones_stay(patch: pytest.MonkeyPatch) -> None:
-    """Broken: listed tokens count twice, and forbidden ones too."""
-    real = launch.kernel_arguments
-    patch.setattr(launch, "kernel_arguments", lambda *given: real(*given) | {"shaped": 0})
-
-
-@triton.jit
-def none_before(penalties, depth):
-    return depth * 0
-
-
-def drafts_unseen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shape, "drafts_before", none_before)
-
-
-@pytest.mark.parametrize("plant", [dense_ones_stay, drafts_unseen])
-def test_broken_shaping_is_caught(
-    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    batch, _ = random_batch(np.random.default_rng(9), 24, 40, filters=False)
-    assert batch.shaping is not None
-    batch.shaping.penalties[:] = torch.tensor([1.0, 30.0, 0.0])  # emitted tokens never come again
-    assert torch.equal(sample(batch), reference_tokens(batch))
-    plant(monkeypatch)
-    assert not torch.equal(sample(batch), reference_tokens(batch))
 
 
 def test_fields_are_checked_by_name() -> None:

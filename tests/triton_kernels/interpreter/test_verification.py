@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
-
 import numpy as np
 import pytest
 import torch
@@ -32,7 +29,6 @@ from triton_kernels.sampling.inputs import (
     rows_of,
 )
 from triton_kernels.verification import kernel as verify_logits
-from triton_kernels.verification import residual
 from triton_kernels.verification.kernel import VerifyOutput
 from triton_kernels.verification.kernel import verify_logits as verify
 
@@ -52,25 +48,12 @@ def decide(
     return verify(batch, starts, proposals, SMALL, filtered=True)
 
 
-def differing(batch: LogitsBatch, proposals: Proposals | None) -> int:
-    """Return the number of requests whose verdict differs from the reference's."""
-    return _differing(decide(batch, proposals), verify_reference(batch, proposals))
-
-
-def _differing(verdict: Iterable[Tensor], reference: Iterable[Tensor]) -> int:
-    pairs = zip(verdict, reference, strict=True)
-    return int(torch.stack([mine != others for mine, others in pairs]).any(dim=0).sum())
-
-
-# --- the reference --------------------------------------------------------------------------------
-
-
 def test_hundreds_of_filtered_rows_are_those_of_the_reference() -> None:
     """With the same noise all tokens are equal; every outcome of a verdict occurs."""
     rng = np.random.default_rng(43)
-    batch, _ = random_batch(rng, 200, 45, shaped=False)
+    batch, _ = random_batch(rng, 130, 45, shaped=False)
     batch, proposals = proposals_for(rng, batch)
-    assert len(batch.logits) >= 600
+    assert len(batch.logits) >= 400
     verdict = decide(batch, proposals)
     for mine, reference in zip(verdict, verify_reference(batch, proposals), strict=True):
         assert torch.equal(mine.long(), reference)
@@ -86,21 +69,23 @@ def test_hundreds_of_filtered_rows_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("proposed", [True, False])
 def test_shaped_rows_are_those_of_the_reference(proposed: bool) -> None:
     rng = np.random.default_rng(21)
-    batch, _ = random_batch(rng, 24, 30, dtype=torch.bfloat16)
+    batch, _ = random_batch(rng, 16, 30, dtype=torch.bfloat16)
     batch, proposals = proposals_for(rng, batch)
-    assert differing(batch, proposals if proposed else None) == 0
+    drawn = proposals if proposed else None
+    for mine, others in zip(decide(batch, drawn), verify_reference(batch, drawn), strict=True):
+        assert torch.equal(mine.long(), others)
 
 
 def test_rows_that_are_not_finite_void_their_request_alone() -> None:
     rng = np.random.default_rng(22)
-    batch, _ = random_batch(rng, 40, 30, filters=False, shaped=False)
+    batch, _ = random_batch(rng, 12, 30, filters=False, shaped=False)
     batch, proposals = proposals_for(rng, batch)
     before = decide(batch, proposals)
     row = int((batch.rows.depths == 2).nonzero()[0])
     hit = int(batch.rows.requests[row])
     batch.logits[row] = torch.nan
     after = decide(batch, proposals)
-    others = torch.arange(40) != hit
+    others = torch.arange(12) != hit
     assert after.finite[hit] == 0 and (after.finite[others] == 1).all()
     for then, now in zip(before, after, strict=True):
         assert torch.equal(then[others], now[others])
@@ -109,7 +94,7 @@ def test_rows_that_are_not_finite_void_their_request_alone() -> None:
 
 def test_rows_of_padding_change_nothing() -> None:
     rng = np.random.default_rng(25)
-    batch, _ = random_batch(rng, 30, 30, filters=False, shaped=False)
+    batch, _ = random_batch(rng, 10, 30, filters=False, shaped=False)
     count = len(batch.logits)
     rows, _ = rows_of(batch.drafts.counts.long(), count + 5)
     padded = torch.cat((batch.logits, torch.full((5, 30), torch.nan)))
@@ -124,7 +109,7 @@ def test_equal_distributions_leave_no_residual_and_still_a_token(
     """p = q except for round-off, and a draft is rejected nevertheless: the distribution is p
     itself."""
     rng = np.random.default_rng(23)
-    batch, _ = random_batch(rng, 60, 30, filters=False, shaped=False)
+    batch, _ = random_batch(rng, 40, 30, filters=False, shaped=False)
     batch, proposals = proposals_for(rng, batch)
     drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
     rows = Rows(*(field[drafted] for field in batch.rows))
@@ -141,83 +126,12 @@ def test_equal_distributions_leave_no_residual_and_still_a_token(
     assert ratio.sum() > 5
 
 
-# --- broken variants ------------------------------------------------------------------------------
-
-
 @triton.jit
 def never(threshold, p):
     return p < 0.0
 
 
-@triton.jit
-def accepts_forbidden(threshold, p):
-    return threshold <= p
-
-
-@triton.jit
-def no_residual(p, q):
-    return p
-
-
-@triton.jit
-def no_filter(requests, request, vocab):
-    return vocab < 0
-
-
-right_race_of = order.race_of
-
-
-@triton.jit
-def every_row_races(batch, certain_ptr, request, depth, purpose, drawn):
-    """A certain draft that was rejected may come again."""
-    raced, stream, excluded = right_race_of(batch, certain_ptr, request, depth, purpose, drawn)
-    return raced, stream, excluded * 0 - 1
-
-
-BROKEN = [
-    (residual, "residual_of", no_residual),
-    (residual, "RESIDUAL", verify_logits.ACCEPT),
-    (order, "RESIDUAL", verify_logits.ACCEPT),
-    (verify_logits, "ACCEPT", order.BONUS),
-    (order, "is_filtered", no_filter),
-]
-
-
-@functools.cache
-def weighed() -> tuple[LogitsBatch, Proposals, tuple[Tensor, ...]]:
-    """Return requests by rejection, and the verdict of the reference."""
-    rng = np.random.default_rng(24)
-    batch, _ = random_batch(rng, 32, 24, shaped=False)
-    modes = torch.full((32,), REJECTION, dtype=torch.int32)
-    batch = batch._replace(requests=batch.requests._replace(modes=modes))
-    batch, proposals = proposals_for(rng, batch)
-    return batch, proposals, verify_reference(batch, proposals)
-
-
-def test_unbroken_verification_is_right() -> None:
-    batch, proposals, reference = weighed()
-    assert _differing(decide(batch, proposals), reference) == 0
-
-
-@pytest.mark.parametrize(("module", "name", "broken"), BROKEN)
-def test_broken_verification_is_caught(
-    monkeypatch: pytest.MonkeyPatch, module: object, name: str, broken: object
-) -> None:
-    batch, proposals, reference = weighed()
-    monkeypatch.setattr(module, name, broken)
-    assert _differing(decide(batch, proposals), reference) > 0
-
-
-def test_a_rejected_draft_that_may_come_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, _ = random_batch(np.random.default_rng(27), 16, 12, filters=False, shaped=False)
-    assert differing(batch, None) == 0
-    monkeypatch.setattr(order, "race_of", every_row_races)
-    assert differing(batch, None) > 0
-
-
-def test_a_forbidden_draft_is_refused_whatever_its_own_chance(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_forbidden_draft_is_refused_whatever_its_own_chance() -> None:
     """p = 0, and q * u rounds to 0 as well."""
     logits = torch.tensor([[0.0, 300.0], [0.0, 0.0]])
     zeros, one = torch.zeros(1, dtype=torch.int32), torch.ones(1)
@@ -227,5 +141,3 @@ def test_a_forbidden_draft_is_refused_whatever_its_own_chance(
     batch = LogitsBatch(logits, rows, requests, where, drafts, None)
     proposals = proposals_of(batch, logits[:1], Rows(zeros, zeros), zeros)
     assert decide(batch, proposals).num_accepted.tolist() == [0]
-    monkeypatch.setattr(verify_logits, "ratio_accepts", accepts_forbidden)
-    assert decide(batch, proposals).num_accepted.tolist() == [1]

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+META = torch.device("meta")
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
 _MAX_OF_GRID = ((1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1)  # CUDA's; AMD allows more
 _DEVICES = itertools.count(1000)  # each recording has caches of its own
 
 
-class Specialisation(NamedTuple):
-    """The inputs of one compilation. `key` is equal if the code is."""
+class Recorded(NamedTuple):
+    """The inputs of one compilation, and the phase in which it was first launched."""
 
-    key: str
+    phase: str
     kernel: Any  # triton's JITFunction
     signature: dict[str, Any]
     constexprs: dict[tuple[int, ...], Any]
@@ -32,30 +40,26 @@ class Specialisation(NamedTuple):
     def name(self) -> str:
         return str(self.kernel.__name__)
 
+    def compile(self, target: GPUTarget) -> Any:
+        source = ASTSource(self.kernel, self.signature, self.constexprs, self.attributes)
+        return triton.compile(source, target=target, options=self.options)
+
 
 class Launches:
-    """Recorded launches. `specialisations` has every specialisation in order, with the `phase` in
-    which it was first launched."""
+    """Recorded launches: every specialisation in order, by a key that is equal if the code is."""
 
     def __init__(self) -> None:
         self.phase = ""
-        self.specialisations: dict[str, tuple[str, Specialisation]] = {}
-        self.count: Counter[str] = Counter()  # of launches, by kernel
-
-    def first_launched_in(self, phase: str) -> list[Specialisation]:
-        return [each for met, each in self.specialisations.values() if met == phase]
-
-    def add(self, specialisation: Specialisation) -> None:
-        self.specialisations.setdefault(specialisation.key, (self.phase, specialisation))
+        self.by_key: dict[str, Recorded] = {}
 
 
-class _Unlaunched:
+class Unlaunched:
     """A substitute for a compiled kernel."""
 
     function = packed_metadata = None
 
-    def __init__(self, name: str, launches: Launches) -> None:
-        self._name, self._launches = name, launches
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def launch_metadata(self, *_: object) -> None:
         return None
@@ -64,20 +68,16 @@ class _Unlaunched:
         for size, limit in zip((x, y, z), _MAX_OF_GRID, strict=True):
             if not 0 < size <= limit:
                 raise AssertionError(f"{self._name}: a grid of {(x, y, z)} cannot be launched")
-        self._launches.count[self._name] += 1
 
 
-class _Utils:
-    @staticmethod
-    def get_device_properties(device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 << 10}
-
-
-class _Driver:
-    utils = _Utils
+class Driver:
+    """A driver that reports a device of a kind."""
 
     def __init__(self, target: GPUTarget) -> None:
-        self._target, self._device = target, next(_DEVICES)
+        self.utils, self._target, self._device = self, target, next(_DEVICES)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
 
     def get_current_device(self) -> int:
         return self._device
@@ -95,24 +95,16 @@ def recording(target: GPUTarget) -> Iterator[Launches]:
     launches = Launches()
 
     def do_not_compile(
-        self: Any,
-        key: str,
-        signature: Any,
-        device: int,
-        constexprs: Any,
-        options: Any,
-        attrs: Any,
-        warmup: bool,
-    ) -> _Unlaunched:
-        unique = f"{self.__name__} {key}"
-        launches.add(
-            Specialisation(unique, self, signature, constexprs, attrs, dict(options.__dict__))
-        )
-        kernel = self.device_caches[device][0][key] = _Unlaunched(self.__name__, launches)
+        self: Any, key: str, signature: Any, device: int, constexprs: Any, options: Any,
+        attrs: Any, warmup: bool,
+    ) -> Unlaunched:  # fmt: skip
+        made = Recorded(launches.phase, self, signature, constexprs, attrs, dict(vars(options)))
+        launches.by_key.setdefault(f"{self.__name__} {key}", made)
+        kernel = self.device_caches[device][0][key] = Unlaunched(self.__name__)
         return kernel
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "_do_compile", do_not_compile)
         patch.setattr(torch.version, "hip", "6.4" if target.backend == "hip" else None)
-        patch.setattr(driver, "_active", _Driver(target))
+        patch.setattr(driver, "_active", Driver(target))
         yield launches

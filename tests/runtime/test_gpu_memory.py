@@ -12,23 +12,20 @@ import torch
 from msgspec import structs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.backend import LargestStep
 from cbatch.runtime.gpu import loaded, memory
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.executor import GpuExecutor
-from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.head_config import HeadConfig
-from tests.gpu_proofs.interpreted.twins import CPU, Pair
-from tests.gpu_proofs.sizes import HeadTensors
+from tests.gpu_proofs.meta import head_of
 from tests.runtime.engines import NoisyWeights, tiny_config
-from tests.triton_kernels.interpreter.quick import without_overflow_checks
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+CPU = torch.device("cpu")
 LIMITS = StepLimits(
     max_num_seqs=7,
     max_sequence_tokens=2048,
@@ -40,8 +37,7 @@ NUM_BLOCKS = 8
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that operations have made since entry, now and at most. The interpreter's
-    copies of arguments do not count."""
+    """Bytes of storages that operations have made since entry, now and at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +53,6 @@ class LiveBytes(TorchDispatchMode):
             if not known and not any(_shares(each, address) for each in (args, kwargs)):
                 self.now += size
                 self.most = max(self.most, self.now)
-                known = True
                 self._tensors[address] = 0
             if address in self._tensors:
                 self._tensors[address] += 1
@@ -78,42 +73,43 @@ def _shares(arguments: Any, address: int) -> bool:
     return isinstance(values, (tuple, list)) and any(_shares(x, address) for x in values)
 
 
-@pytest.fixture(autouse=True)
-def steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare steps: a CPU's products have no workspaces, and no request wants log probabilities.
-    Steps compute on uninitialised memory, whose sums may overflow."""
-    without_overflow_checks(monkeypatch)
-    monkeypatch.setattr(memory, "LIBRARY_BYTES", 0)
-    monkeypatch.setattr(memory, "LOGPROB_COPIES", 0)
+class Weights(NoisyWeights):
+    """Weights of a model, and of a head of usual sizes that drafts the first ids."""
+
+    file, names = "made up", frozenset(["lm_head.weight"])
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    def shape_of(self, name: str) -> None:
+        return None
 
 
-def head_of(kind: Any, target: Pair) -> Any:
-    """Return a head of usual sizes with arbitrary values."""
-    reads = target.config.num_layers
-    layer = structs.replace(target.config, num_layers=1, sliding_window=(None,))
-    if kind == "medusa":
-        layer = structs.replace(layer, num_layers=0, sliding_window=())
-    layers = tuple(range(reads + 1)) if kind == "eagle3" else (reads,)
-    config = HeadConfig(kind, layer, layers, layer.vocab_size, fc_norm=True, num_heads=3)
-    rows = torch.zeros(layer.vocab_size, layer.hidden_size)
-    return CLASSES[kind](config, HeadTensors(torch.float32, CPU), target.decoder, rows)  # type: ignore[arg-type]
+def decoder() -> Decoder:
+    config = structs.replace(tiny_config(vocab_size=4000), head_dim=16)
+    return Decoder(config, Weights(1), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("drafts", ["model", "eagle3", "medusa", None])
-def test_steps_take_what_was_counted(drafts: str | None) -> None:
-    target, draft = Pair(vocab_size=4000), None
+def test_steps_take_what_was_counted(drafts: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's products have no workspaces, no request wants log probabilities, and kernels, which
+    allocate nothing, do not run."""
+    monkeypatch.setattr(memory, "LIBRARY_BYTES", 0)
+    monkeypatch.setattr(memory, "LOGPROB_COPIES", 0)
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda *_: lambda *_, **__: None)
+    target, draft = decoder(), None
     if drafts is not None:
-        other = Pair(noise=0.1, vocab_size=4000)
-        draft = other.decoder if drafts == "model" else head_of(drafts, target)
-    limits = LIMITS if drafts else LIMITS._replace(max_drafts=0)
-    limits = limits._replace(is_head=drafts not in ("model", None))
+        weights = Weights(1)
+        draft = decoder() if drafts == "model" else head_of(drafts, target, target.config, weights)
+    is_head = drafts in ("eagle3", "medusa")
+    limits = LIMITS._replace(max_drafts=3 if drafts else 0, is_head=is_head)
+    sizes = limits._asdict()
+    del sizes["is_head"]
     with torch.inference_mode(), np.errstate(all="ignore"), LiveBytes() as live:
-        executor = GpuExecutor(
-            target.decoder,
-            num_blocks=NUM_BLOCKS,
-            draft=draft,
-            **{name: value for name, value in limits._asdict().items() if name != "is_head"},
-        )
+        executor = GpuExecutor(target, num_blocks=NUM_BLOCKS, draft=draft, **sizes)
         kept = live.now - sum(kv.data.nbytes for kv in (executor.kv, executor.draft_kv) if kv)
         before, live.most = live.now, live.now
         logits = executor.target_pass.max_logits
@@ -127,8 +123,8 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
             tokens = limits.max_catch_up
             executor.draft_passes.run(executor.queue, tokens, tokens, rows, 2, True)
         peak = live.most - before
-    counted = step_memory_bytes(target.decoder, draft, limits)
-    if limits.is_head:
+    counted = step_memory_bytes(target, draft, limits)
+    if is_head:
         kept -= NUM_BLOCKS * draft.state_bytes  # it is counted in addition to KV
     assert kept + peak <= counted < 1.6 * (kept + peak), (kept, peak, counted)
 
@@ -136,12 +132,10 @@ def test_steps_take_what_was_counted(drafts: str | None) -> None:
 def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an 8 GiB device the default leaves room for a whole step; a step that does not fit is
     refused by name."""
-    decoder = Pair(vocab_size=4000).decoder
-    free = 8 << 30
+    target, free = decoder(), 8 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     monkeypatch.setattr(loaded, "step_memory_bytes", lambda *_: 5 << 30)
-    decoder.device = torch.device("cuda")
-    models, step = loaded.GpuModels(decoder, None, "auto"), LargestStep(32, 64, 1024, 64, 0)
+    models, step = loaded.GpuModels(target, None, "auto"), LargestStep(32, 64, 1024, 64, 0)
     assert models.kv_memory_bytes(step, None, 1 << 30) == int(0.85 * (3 << 30))
     # Of 16 GiB, 8 are in use and a step takes 5.
     assert models.kv_memory_bytes(step, 0.9, 1 << 30) == int(0.9 * (16 << 30)) - (13 << 30)
@@ -151,7 +145,6 @@ def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
         FieldError, match="max_num_seqs: steps need 9,216 MiB, and the weights leave 8,192 MiB"
     ):
         models.kv_memory_bytes(step, None, 1 << 30)
-    decoder.device = CPU
 
 
 def test_blocks_in_fp8_are_zeroed() -> None:
@@ -167,5 +160,5 @@ def test_scales_come_from_the_checkpoint() -> None:
         def scalar(self, name: str) -> float | None:
             return {"model.layers.1.self_attn.k_scale": 0.125}.get(name)
 
-    decoder = Decoder(tiny_config(), Scaled(1), torch.float32, torch.device("cpu"))
-    assert decoder.kv_scales[:2] == [(1.0, 1.0), (0.125, 1.0)]
+    made = Decoder(tiny_config(), Scaled(1), torch.float32, CPU)
+    assert made.kv_scales[:2] == [(1.0, 1.0), (0.125, 1.0)]
