@@ -1,12 +1,15 @@
 """A model in the formats that systems read: a Hugging Face directory or a GGUF file. A missing
-format is written once, from the same weights."""
+format is written once, from the same weights. The systems that are compared with a model."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
+import sys
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +26,13 @@ from cbatch.runtime.model.gguf_file import SUFFIX, is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import GgufWeights, config_of
 from cbatch.text import TextTokenizer, TokenizerError
 
+CBATCH, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
+OPENVINO, LAYERS = "openvino", "transformers"
+# The package of each peer, and the flag that names another Python that has it.
+PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm", OPENVINO: "openvino_genai", LAYERS: LAYERS}
+FLAGS = {LLAMA_CPP: "--llama", VLLM: "--vllm", OPENVINO: "--openvino"}
+PEERS = tuple(PACKAGES)
+_VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
 NAMES = (*SHAPES, "demo", *PACKAGED)
 _PLAIN = {"F32": F32, "F16": F16, "BF16": BF16}
 TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
@@ -60,7 +70,7 @@ class ModelFormats:
         path = self._folder / f"{self.source.name.removesuffix(SUFFIX)}-{self._kind}.gguf"
         source = self.source if is_file else self._gguf_file("BF16")
         settings = {"model": None, "max_sequences": 0, "tokens": 0, "threads": 0, "exact": False}
-        system = System("llama.cpp", "off", "llama_cpp", self._llama, self._threads, settings)
+        system = System(LLAMA_CPP, LLAMA_CPP, self._llama, self._threads, settings)
         with Worker(system) as worker:
             worker.start()
             worker.call("quantise", str(source), str(path), self._kind, self._threads)
@@ -161,3 +171,56 @@ def _config_fields(c: ModelConfig) -> dict[str, Any]:
         "eos_token_id": list(c.eos_token_ids),
         "rope_parameters": rope,
     }
+
+
+class Sizes(NamedTuple):
+    """Limits of a run: concurrent sequences, tokens per sequence, and tokens per cbatch step."""
+
+    max_sequences: int
+    tokens: int
+    step_tokens: int
+
+
+def python_of(peer: str, args: argparse.Namespace) -> str | None:
+    """Return the Python that has the peer, from its flag or this one; None if no Python has it."""
+    named: str | None = getattr(args, FLAGS[peer].removeprefix("--")) if peer in FLAGS else None
+    return named or (sys.executable if find_spec(PACKAGES[peer]) is not None else None)
+
+
+def make_systems(
+    model: ModelFormats, args: argparse.Namespace, sizes: Sizes, *, exact: bool = False
+) -> list[System]:
+    """Return cbatch by lookahead, off first, then the installed peers in the given order. With
+    `exact`, systems with a choice of dtype use float32."""
+    common: dict[str, Any] = {"max_sequences": sizes.max_sequences, "tokens": sizes.tokens}
+    timed = common | {"threads": args.threads, "exact": exact}
+    own = timed | {"step_tokens": sizes.step_tokens, "draft": None, "lookahead": "off"}
+    own["model"] = str(model.cbatch_path)
+    systems: list[System] = []
+    for lookahead in args.lookahead if model.draft else ["off"]:
+        draft = {} if lookahead == "off" else {"draft": str(model.draft), "lookahead": lookahead}
+        systems.append(System(CBATCH, CBATCH, sys.executable, args.threads, own | draft))
+    for peer in args.peer:
+        python = python_of(peer, args)
+        if python is None or (peer == OPENVINO and not is_gguf(model.source)):
+            continue
+        if peer == LLAMA_CPP:
+            settings = timed | {"model": str(model.gguf(exact))}
+        elif peer == OPENVINO:
+            settings = timed | {"step_tokens": sizes.step_tokens, "model": str(model.gguf(exact))}
+        elif peer == LAYERS:
+            settings = own | {"model": str(model.directory), "model_impl": peer}
+        else:
+            dtype = "float32" if exact else model.dtype
+            settings = common | {"model": str(model.directory), "dtype": dtype}
+            settings["kv_bytes"] = _kv_bytes(model, sizes)
+        engine = CBATCH if peer == LAYERS else peer
+        systems.append(System(peer, engine, python, args.threads, settings))
+    return systems
+
+
+def _kv_bytes(model: ModelFormats, sizes: Sizes) -> int:
+    """Return bytes of a KV pool that suffices in float32, in whole blocks."""
+    blocks = sizes.max_sequences * (-(-sizes.tokens // _VLLM_BLOCK_TOKENS) + 1) + 1
+    c = model.config
+    return blocks * _VLLM_BLOCK_TOKENS * c.num_layers * 2 * c.num_kv_heads * c.head_dim * 4

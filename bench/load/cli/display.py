@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from bench.load.client.call import LiveTally
 from bench.load.run.report import Measured
 from bench.load.run.sweep import Point, knee_of
+from bench.report import print_table
 from cbatch.cli.console import TextConsole
 from cbatch.cli.output import print_line
 from sim.report.capacity import Capacity
@@ -76,10 +76,8 @@ class ProgressDisplay:
         # Tokens cannot be counted before the end if only the last chunk has usage.
         rate = f"{tokens / span_s:,.0f} tokens/s" if tokens else f"{chunks / span_s:,.0f} chunks/s"
         failed = f" · {tally.failed:,} failed" if tally.failed else ""
-        words = (
-            f"{self._phase} · {now_s:,.1f} s · {tally.in_flight:,} in flight · "
-            f"{tally.done:,} done{failed} · {rate}"
-        )
+        counts = f"{tally.in_flight:,} in flight · {tally.done:,} done{failed} · {rate}"
+        words = f"{self._phase} · {now_s:,.1f} s · {counts}"
         if self._is_live:
             self._live.update(Text(words))
         else:
@@ -107,7 +105,7 @@ def print_points(
     knee = knee_of(points)
     reached = knee is not None and knee.reached
     limit = knee.load if knee is not None and reached else None
-    console.print(_sweep_table(points, limit), soft_wrap=False)
+    print_table("loads", list(_sweep_rows(points, limit)))
     if knee is not None:
         console.print(
             f"knee at {knee.load:.3g}: beyond it requests queue, at about "
@@ -159,71 +157,60 @@ def _failures(points: Sequence[Point]) -> Iterator[str]:
 
 
 def _lines(report: Measured) -> Iterator[str]:
-    interrupted = " (interrupted)" if report.interrupted else ""
+    r, server, client, steady = report, report.server, report.client, report.steady
+    lag, interval = client.send_lag_s, r.confidence.get("output_tokens_per_s")
     yield (
-        f"{report.requests:,} of {report.sent:,} calls in {report.duration_s:,.2f} s"
-        f"{interrupted}, {report.requests_per_s or 0:.3g}/s, {report.mean_in_flight or 0:.1f} in "
-        f"flight, {report.peak_in_flight} at most"
+        f"{r.requests:,} of {r.sent:,} calls in {r.duration_s:,.2f} s"
+        f"{' (interrupted)' * r.interrupted}, {r.requests_per_s or 0:.3g}/s, "
+        f"{r.mean_in_flight or 0:.1f} in flight, {r.peak_in_flight} at most"
     )
-    estimate = report.confidence.get("output_tokens_per_s")
-    interval = "" if estimate is None else f", 95 % {estimate.low:,.0f} to {estimate.high:,.0f}"
-    yield (
-        f"{report.output_tokens:,} output tokens ({report.output_tokens_per_s or 0:,.0f}/s"
-        f"{interval}), counted by {report.token_source}"
-    )
-    computed = report.prompt_tokens_per_s or 0
-    yield f"{report.prompt_tokens:,} prompt tokens ({computed:,.0f}/s computed)"
-    if report.tokens_per_chunk is not None:
-        yield f"{report.chunks:,} chunks of {report.tokens_per_chunk:.2f} tokens"
-    if (steady := report.steady) is not None:
+    within = f", 95 % {interval.low:,.0f} to {interval.high:,.0f}" if interval else ""
+    rate = f"{r.output_tokens_per_s or 0:,.0f}/s{within}"
+    yield f"{r.output_tokens:,} output tokens ({rate}), counted by {r.token_source}"
+    yield f"{r.prompt_tokens:,} prompt tokens ({r.prompt_tokens_per_s or 0:,.0f}/s computed)"
+    if r.tokens_per_chunk is not None:
+        yield f"{r.chunks:,} chunks of {r.tokens_per_chunk:.2f} tokens"
+    if steady is not None:
         yield (
             f"steady from {steady.start_s:.1f} to {steady.end_s:.1f} s: "
             f"{steady.output_tokens_per_s:,.0f} tokens/s, {steady.requests_per_s:.3g} calls/s"
         )
-    if report.goodput is not None:
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in report.attainment.items())
+    if r.goodput is not None:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in r.attainment.items())
         yield (
-            f"goodput {report.goodput.requests_per_s:.3g} calls/s: {report.goodput.share:.1%} of "
-            f"all calls met their objectives ({shares})"
+            f"goodput {r.goodput.requests_per_s:.3g} calls/s: {r.goodput.share:.1%} of all calls "
+            f"met their objectives ({shares})"
         )
-    if report.cut_requests:
-        yield f"{report.cut_requests:,} answers ended before their length"
-    server = report.server
+    if r.cut_requests:
+        yield f"{r.cut_requests:,} answers ended before their length"
     if server is not None and server.acceptance is not None:
-        by_position = [count / (server.drafts or 1) for count in server.accepted_by_position[:8]]
+        positions = server.accepted_by_position[:8]
         yield (
             f"server: {server.acceptance:.1%} of {server.drafted_tokens:,} drafts accepted, "
             f"{server.accepted_length or 0:.2f} tokens a drafting step; by position "
-            + ", ".join(f"{share:.0%}" for share in by_position)
+            + ", ".join(f"{count / (server.drafts or 1):.0%}" for count in positions)
         )
     if server is not None and server.preemptions is not None:
         hits = server.prefix_hit_tokens or 0
         yield f"server: {server.preemptions:,} preemptions, {hits:,} prompt tokens cached"
-    client, lag = report.client, report.client.send_lag_s
     yield (
-        f"client: {client.cpu_share:.0%} of a core in {client.processes} process"
-        f"{'es' if client.processes > 1 else ''}, sends late by "
+        f"client: {client.cpu_share:.0%} of a core (processes: {client.processes}), sends late by "
         f"{(lag.p50 or 0) * 1e3:.2f} ms (p99 {(lag.p99 or 0) * 1e3:.2f})"
     )
 
 
-def _sweep_table(points: Sequence[Point], knee: float | None) -> Table:
-    table = Table(title="loads", title_justify="left")
-    columns = "load", "calls/s", "output tokens/s", "95 %", "TTFT p50", "TTFT p99", "TPOT p50"
-    for column in (*columns, "TPOT p99", "good", "failed", "knee"):
-        table.add_column(column, justify="right")
+def _sweep_rows(points: Sequence[Point], knee: float | None) -> Iterator[dict[str, Any]]:
+    """Yield a row of the table for each load; latencies are in milliseconds."""
     for load, _, report in points:
         estimate = report.confidence.get("output_tokens_per_s")
-        latencies = (report.ttft_s.p50, report.ttft_s.p99, report.tpot_s.p50, report.tpot_s.p99)
-        beyond = knee is not None and load.value > knee * (1 + 1e-9)
-        table.add_row(
-            load.name,
-            f"{report.requests_per_s or 0:.3g}",
-            f"{report.output_tokens_per_s or 0:,.0f}",
-            "" if estimate is None else f"±{estimate.high - estimate.mean:,.0f}",
-            *("-" if value is None else f"{value * 1e3:,.1f}" for value in latencies),
-            "" if report.goodput is None else f"{report.goodput.share:.1%}",
-            f"{sum(report.errors.values()):,}",
-            "past" if beyond else "",
-        )
-    return table
+        row: dict[str, Any] = {"load": load.name, "calls/s": report.requests_per_s}
+        row["output tokens/s"] = report.output_tokens_per_s
+        row["±95 %"] = None if estimate is None else estimate.high - estimate.mean
+        for name, spread in (("TTFT", report.ttft_s), ("TPOT", report.tpot_s)):
+            for cut in ("p50", "p99"):
+                value_s = getattr(spread, cut)
+                row[f"{name} {cut}"] = None if value_s is None else 1e3 * value_s
+        row["good"] = None if report.goodput is None else f"{report.goodput.share:.1%}"
+        row["failed"] = sum(report.errors.values())
+        row["knee"] = "past" if knee is not None and load.value > knee * (1 + 1e-9) else None
+        yield row

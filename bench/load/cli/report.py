@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from itertools import product, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
-from rich.table import Table
-
-from bench.load.run.report import read_records, read_reports
-from cbatch.cli.console import TextConsole
+from bench.load.run.report import number_columns, read_records, read_reports
+from bench.report import print_table
 from cbatch.cli.output import add_json_option, print_figures, print_line, require_place
 from cbatch.core.request.errors import FieldError
-from sim.report.display import LABELS
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report
 from sim.workload.traces.files import read_whole
-
-RATES = (
-    ("requests that finished", "requests"),
-    ("duration, s", "duration_s"),
-    ("requests/s", "requests_per_s"),
-    ("output tokens/s", "output_tokens_per_s"),
-    ("computed prompt tokens/s", "prompt_tokens_per_s"),
-)
-SPREADS = ("ttft_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "queue_s")
-STATISTICS = ("mean", "p50", "p90", "p99")
-Row = tuple[str, float | None, float | None]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,21 +48,21 @@ def run(args: argparse.Namespace) -> int:
         pairs = [(first[name], second[name]) for name in first if name in second]
     if not pairs:
         raise FieldError("A and B", "have no load in common", "sweep over the same loads")
-    console = TextConsole()
     results = []
     for pair in pairs:
-        table = Table(title=_title(*pair), title_justify="left")
-        table.add_column("")
-        for report, path in zip(pair, (args.first, args.second), strict=True):
-            table.add_column(f"{path.name}\n{report.kind}", justify="right")
-        table.add_column("B over A", justify="right")
-        measures = []
-        for name, one, other in compare(*pair):
-            change = None if not one or other is None else other / one - 1
-            cells = ("-" if value is None else f"{value:,.4g}" for value in (one, other))
-            table.add_row(name, *cells, "" if change is None else f"{change:+.1%}")
-            measures.append({"name": name, "a": one, "b": other, "difference": change})
-        console.print(table)
+        one, other = map(_figures, pair)
+        measures, rows = [], []
+        heads = [
+            f"{p.name}\n{r.kind}" for p, r in zip((args.first, args.second), pair, strict=True)
+        ]
+        heads[1] += " " * (heads[0] == heads[1])
+        for name in one | other:
+            a, b = one.get(name), other.get(name)
+            change = None if not a or b is None else b / a - 1
+            measures.append({"name": name, "a": a, "b": b, "difference": change})
+            over = "" if change is None else f"{change:+.1%}"
+            rows.append({"": name, heads[0]: a, heads[1]: b, "B over A": over})
+        print_table(_title(*pair), rows)
         results.append({"kinds": [report.kind for report in pair], "measures": measures})
     document = {"a": str(args.first), "b": str(args.second), "results": results}
     print_figures(document, args.json)
@@ -115,35 +100,19 @@ def run_page(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare(first: Report, second: Report) -> Iterator[Row]:
-    """Yield (name, first, second) for measures that a report has; times are in milliseconds."""
-    both = (first, second)
-
-    def pair(name: str, value: Callable[[Report], float | None]) -> Iterator[Row]:
-        one, other = map(value, both)
-        if (one, other) != (None, None):
-            yield name, one, other
-
-    for name, field in RATES:
-        yield name, getattr(first, field), getattr(second, field)
-    for field, statistic in product(SPREADS, STATISTICS):
-        spreads = [getattr(report, field) for report in both]
-        one, other = (
-            None if (value_s := getattr(spread, statistic)) is None else 1e3 * value_s
-            for spread in spreads
-        )
-        if (one, other) != (None, None):
-            yield f"{LABELS[field]}, {statistic}", one, other
-    yield from pair(
-        "goodput, share of calls", lambda r: None if r.goodput is None else r.goodput.share
-    )
-    yield from pair("drafts accepted, share", acceptance)
-
-
-def acceptance(report: Report) -> float | None:
-    """Return the share of drafts that the simulation or the server accepted; None if unknown."""
+def _figures(report: Report) -> dict[str, float]:
+    """Return the numbers of a report by the names of its JSON; times are in seconds."""
+    figures = number_columns(report)
+    figures.pop("version")
     source = report.speculation or getattr(report, "server", None)
-    return None if source is None else source.acceptance
+    for name, part, field in (
+        ("goodput_share", report.goodput, "share"),
+        ("acceptance", source, "acceptance"),
+    ):
+        value = getattr(part, field, None)
+        if value is not None:
+            figures[name] = value
+    return figures
 
 
 def _read(path: Path) -> dict[str, Report]:

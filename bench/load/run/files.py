@@ -7,18 +7,16 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bench.load.client.call import TimedCall
 from bench.load.run.measure import read_times, records
-from bench.load.run.report import Measured, MeasuredRecord, ServerCounters, ServerSample
+from bench.load.run.report import MeasuredRecord, ServerSample, number_columns
 from bench.load.run.sweep import Point
 from sim.report.page.view import PageCollector, write_page
-from sim.report.report import Spread
 from sim.report.timeline import INTERVALS, Series
-
-Cell = float | int | str | None
 
 
 def write_csv(path: Path, points: Sequence[Point]) -> None:
@@ -26,13 +24,13 @@ def write_csv(path: Path, points: Sequence[Point]) -> None:
     figure, such as `ttft_s.p50`. Missing values are empty."""
     rows = []
     for load, _, report in points:
-        row: dict[str, Cell] = {**load.as_settings(), **_number_columns(report)}
+        row: dict[str, Any] = {**load.as_settings(), **number_columns(report)}
         row["failed"] = sum(report.errors.values())
         row["goodput_share"] = None if report.goodput is None else report.goodput.share
         row |= {f"met.{name}": share for name, share in report.attainment.items()}
         row["client_cpu_share"] = report.client.cpu_share
         if report.server is not None:
-            row |= {f"server.{name}": n for name, n in _number_columns(report.server).items()}
+            row |= {f"server.{name}": n for name, n in number_columns(report.server).items()}
         rows.append(row)
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, fieldnames=list(dict.fromkeys(n for r in rows for n in r)))
@@ -119,16 +117,3 @@ def _points(samples: Sequence[ServerSample], name: str) -> tuple[np.ndarray, np.
 
 def _rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.5g}") for value in values.tolist()]
-
-
-def _number_columns(report: Measured | ServerCounters) -> dict[str, Cell]:
-    """Return the numbers of a report, and the figures of its spreads, by column."""
-    row: dict[str, Cell] = {}
-    for name in report.__struct_fields__:
-        value = getattr(report, name)
-        if isinstance(value, Spread):
-            for cut in ("mean", "p50", "p90", "p99", "max"):
-                row[f"{name}.{cut}"] = getattr(value, cut)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            row[name] = value
-    return row

@@ -178,6 +178,20 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
 
+def number_columns(report: Report | ServerCounters) -> dict[str, float | int]:
+    """Return the numbers of a report, and the figures of its spreads, such as `ttft_s.p50`."""
+    columns: dict[str, float | int] = {}
+    for name in report.__struct_fields__:
+        value = getattr(report, name)
+        cuts = {name: value}
+        if isinstance(value, Spread):
+            cuts = {f"{name}.{cut}": getattr(value, cut) for cut in value.__struct_fields__[1:]}
+        for column, number in cuts.items():
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                columns[column] = number
+    return columns
+
+
 def read_reports(document: bytes) -> tuple[list[Report], list[str]]:
     """Return the reports of a document, and the names of their loads; a single report's name is
     empty. They are simulated or measured. Raises ValueError (also msgspec's) for other JSON."""

@@ -19,7 +19,7 @@ from bench.load.run.measure import LoadRun
 from bench.load.run.options import LoadOptions, OfferedLoad
 from bench.load.run.processes import run_parts, split
 from bench.load.run.report import Knee, Measured, Sweep
-from bench.load.run.scrape import Watcher
+from bench.load.run.scrape import Watcher, samples_of
 from cbatch.core.request.errors import FieldError
 from sim.report.capacity import Capacity, Trial, rounds_needed, search_rates
 from sim.workload.tokens import mix
@@ -86,8 +86,8 @@ class Runner:
             client.close()
         return LoadRun(
             parts_run,
-            server=watcher.growth(),
-            server_samples=watcher.samples(parts_run[0].start_s),
+            server=watcher.growth,
+            server_samples=samples_of(watcher.scrapes, parts_run[0].start_s),
             interrupted=self._stop.is_set(),
             open_loop=plan.concurrency is None,
             ramp_s=self._options.ramp or 0.0,
