@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from bench.gpu import correctness, engine, kernels, models, report, sweep, timing
 from bench.gpu.cells import FILE, NOT_REACHED, Bench, Cell
-from bench.gpu.limits import SMALLER
+from bench.gpu.timing import SMALLER
 from bench.report import print_table
 from cbatch.cli.output import print_line
 from cbatch.cli.parser import CommandParser
@@ -152,7 +152,6 @@ def run_section(name: str, command: Sequence[str], out: Path, seconds: float) ->
 
 
 def run_child(name: str, args: argparse.Namespace) -> None:
-    """Measure the cells of a section in this process."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
     bench = Bench(args.out, args.peers)
     commit = {"commit": args.commit} if args.commit else {}

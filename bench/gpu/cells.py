@@ -54,7 +54,6 @@ class Bench:
         return {row["cell"]: row for row in self.rows if row["section"] == section}
 
     def save(self, section: str, rows: dict[str, Row]) -> None:
-        """Add rows by cell, or replace them."""
         new = {(section, cell): {"section": section, "cell": cell} | rows[cell] for cell in rows}
         known = {(row["section"], row["cell"]): row for row in self.rows}
         self.rows = list((known | new).values())

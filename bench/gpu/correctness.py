@@ -23,7 +23,6 @@ _RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+::.+?)(?: - (.*))?\n")
 
 
 def command(*more: str) -> list[str]:
-    """Return a pytest command over tests; statistics too."""
     words = [sys.executable, "-m", "pytest", *_OPTIONS, "", *more]
     if importlib.util.find_spec("xdist") is not None:
         words += [*_PROCESSES, str(min(14, len(os.sched_getaffinity(0))))]
@@ -38,7 +37,6 @@ def cells(bench: Bench) -> Iterator[Cell]:
 
 
 def run(bench: Bench, words: list[str]) -> Row:
-    """Run the tests and save a row for each as soon as it has ended."""
     tests, environment = 0, os.environ | {"COLUMNS": "400"}  # otherwise pytest cuts errors
     root, pipe = Path(__file__).parents[2], subprocess.PIPE
     with subprocess.Popen(words, cwd=root, stdout=pipe, text=True, env=environment) as process:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench.gpu.cells import Bench, Cell, NotAvailable, Row
 from bench.gpu.kernels import CBATCH, VLLM, unpack
-from bench.gpu.limits import (
+from bench.gpu.timing import (
     BATCHES,
     LOGIT_STD,
     MODEL,
@@ -35,8 +35,9 @@ from bench.gpu.limits import (
     PROMPT_TOKENS,
     SAMPLING,
     decode_cost,
+    load_ceilings,
+    step_kernels,
 )
-from bench.gpu.timing import load_ceilings, step_kernels
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -111,7 +112,6 @@ def _cells(subject: Any, model: str, implementation: str, settings: Any) -> Iter
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of a config.json."""
     return structs.asdict(shape) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -209,7 +209,6 @@ class CbatchBench:
         return step_kernels(self._decoding(batch, lookahead, sampling).step, _PROFILED_STEPS)
 
     def _decoding(self, batch: int, lookahead: str, sampling: str) -> Engine:
-        """Return a warm engine in which all sequences decode."""
         if self._executor is None:
             raise NotAvailable("the engine did not start")
         self._executor.reset()
@@ -269,8 +268,6 @@ def simulate_acceptance() -> None:
 
 
 class VllmBench:
-    """A vLLM engine; `start` must run before the measurements."""
-
     def __init__(self, bench: Bench) -> None:
         self.bench, self.shape = bench, MODELS[MODEL]
         self.llm: Any = None

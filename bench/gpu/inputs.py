@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.gpu.limits import Query
-from bench.gpu.timing import Call
+from bench.gpu.timing import Call, Query
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.sampling import noise
 from triton_kernels.attention import Heads, attention, attention_reference, plan

@@ -20,19 +20,23 @@ from torch.nn.attention.bias import causal_lower_right
 
 from bench.gpu.cells import Bench, Cell, NotAvailable, Row
 from bench.gpu.inputs import StepQueries, VerifyCase, check, launches, make_case, make_step
-from bench.gpu.limits import (
+from bench.gpu.timing import (
     ATTENTION,
     CHUNK,
     DECODE,
     FEW_LONG,
     HEADS,
     VERIFY,
+    Call,
     Cost,
     attention_cost,
+    figures,
+    input_sets,
+    load_ceilings,
     product_cost,
+    time_calls,
     workload,
 )
-from bench.gpu.timing import Call, figures, input_sets, load_ceilings, time_calls
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.sampling import noise
 from triton_kernels.build import ahead
@@ -193,7 +197,6 @@ def _vllm_arguments(case: VerifyCase) -> dict[str, Any]:
 
 @functools.cache
 def _load_vllm(folder: Path) -> Callable[..., Any]:
-    """Return vLLM's rejection sampler, whose import takes seconds."""
     sys.path.append(str(folder))
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from bench.gpu.cells import Bench, Cell, Row
 from bench.gpu.inputs import check, launches, make_step
-from bench.gpu.limits import HEADS, attention_cost, workload
-from bench.gpu.timing import input_sets, time_calls
+from bench.gpu.timing import HEADS, attention_cost, input_sets, time_calls, workload
 from cbatch.runtime.gpu.attention import MIN_SPLIT_KEYS, Tuning
 from triton_kernels.attention import Heads, Tile, arch_of, balanced_partials, resident_programs
 
@@ -59,7 +58,6 @@ def cells(bench: Bench) -> Iterator[Cell]:
 
 
 def measure(bench: Bench, heads: Heads, page: int, tile: Tile) -> Row:
-    """Return the median microseconds of each workload, by its name."""
     programs = resident_programs(tile, bench.device)
     split = max(MIN_SPLIT_KEYS, tile.keys)
     tuning = Tuning(tile, programs, balanced_partials(programs, heads), split, balanced=True)
@@ -104,7 +102,6 @@ def table_of(best: Iterable[Row], tiles: Sequence[Row]) -> list[Row]:
 
 
 def write_table(bench: Bench) -> None:
-    """Write the table that follows from a run, if tiles were measured, into its folder."""
     shipped, about = json.loads(_TILES.read_text()), bench.about
     if best := best_tiles(bench.of("sweep").values()):
         source = f"swept on {about['device']}, {about['date']}, commit {about['commit']}"

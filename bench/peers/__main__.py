@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.failures import Failures
 from bench.peers.figures import (
     FIGURES,
     PREFILL_PROMPTS,
@@ -50,9 +49,9 @@ from bench.peers.models import (
     Sizes,
     make_systems,
     python_of,
+    started,
 )
-from bench.peers.worker import started
-from bench.report import print_document, print_table
+from bench.report import Failures, print_document, print_table
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import find_model

@@ -161,7 +161,6 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp cannot write {kind}")
 
     def _decode(self, tokens: Any, positions: Any, sequences: Any, needs_logits: Any) -> Any:
-        """Return the most likely next token of each position that needs logits."""
         import numpy as np
 
         batch, count = self._batch, len(tokens)

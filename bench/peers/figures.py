@@ -19,11 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.failures import Failures
 from bench.peers.engines import Prompts
-from bench.peers.models import CBATCH, ModelFormats
-from bench.peers.worker import Run, System, Worker
-from bench.report import rounded
+from bench.peers.models import CBATCH, ModelFormats, Run, System, Worker
+from bench.report import Failures, rounded
 from bench.shapes import SHAPES
 from cbatch.demo import demo_prompts
 
@@ -178,7 +176,6 @@ def _ratios(values: Sequence[float] | None, bases: Sequence[float] | None) -> li
 
 
 def _cuts(values: Sequence[float]) -> list[float | None]:
-    """Return the median, the minimum and the maximum."""
     if not values:
         return [None] * 3
     return [rounded(cut(values)) for cut in (statistics.median, min, max)]

@@ -19,7 +19,8 @@ from bench.gpu import __main__ as command
 from bench.gpu import correctness, engine, report
 from bench.gpu.cells import FAULT_EXIT, Bench, Cell, NotAvailable, Row
 from bench.gpu.inputs import ROWS, VOCAB, profiles, recorded_logits
-from bench.gpu.limits import (
+from bench.gpu.sweep import WORKLOADS, best_tiles, table_of
+from bench.gpu.timing import (
     ATTENTION,
     HEADS,
     MODELS,
@@ -29,10 +30,10 @@ from bench.gpu.limits import (
     Query,
     attention_cost,
     decode_cost,
+    figures,
+    input_sets,
     workload,
 )
-from bench.gpu.sweep import WORKLOADS, best_tiles, table_of
-from bench.gpu.timing import figures, input_sets
 
 RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.failures import Failures
 from bench.peers import __main__ as peers
 from bench.peers import figures, models
 from bench.peers.engines import Cbatch, Prompts
@@ -30,8 +29,16 @@ from bench.peers.figures import (
     make_prompts,
     rows_of,
 )
-from bench.peers.models import ModelFormats, Sizes, make_systems, write_directory
-from bench.peers.worker import Run, System, started
+from bench.peers.models import (
+    ModelFormats,
+    Run,
+    Sizes,
+    System,
+    make_systems,
+    started,
+    write_directory,
+)
+from bench.report import Failures
 from bench.shapes import SHAPES
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import RopeConfig

@@ -25,10 +25,10 @@ def test_prints_a_table_and_then_one_json_line(capsys, monkeypatch):
 
 @pytest.mark.parametrize(("k", "enable_prefix_caching"), [(0, False), (4, True)])
 def test_steady_state_is_what_it_says(k, enable_prefix_caching):
-    scheduler, rng = bench.steady_state(4, k, enable_prefix_caching)
+    scheduler, executor = bench.steady_state(4, k, enable_prefix_caching)
     before = scheduler.stats.emitted_tokens, scheduler.stats.accepted_tokens
     for _ in range(200):
-        _, plan = bench.step(scheduler, rng)
+        _, plan = bench.step(scheduler, executor)
         assert plan.query_lens.tolist() == [1 + k] * 4
     emitted = scheduler.stats.emitted_tokens - before[0]
     accepted = scheduler.stats.accepted_tokens - before[1]

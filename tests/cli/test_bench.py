@@ -105,7 +105,7 @@ def test_a_sweep_with_repeats_and_a_comparison(
 def test_the_servers_metrics_are_read_during_the_run(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("bench.load.run.scrape.SCRAPE_EVERY_S", 0.01)
+    monkeypatch.setattr("bench.load.run.report.SCRAPE_EVERY_S", 0.01)
     table, page = tmp_path / "loads.csv", tmp_path / "page.html"
     files = ("--csv", table, "--page", page)
     run, document, _ = bench("--concurrency", "4", *SHORT, "--requests", "64", *files)

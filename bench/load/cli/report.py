@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import csv
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-from bench.load.run.report import number_columns, read_records, read_reports
+import numpy as np
+
+from bench.load.client.http import TimedCall
+from bench.load.run.measure import read_times, records
+from bench.load.run.report import (
+    MeasuredRecord,
+    ServerSample,
+    number_columns,
+    read_records,
+    read_reports,
+)
+from bench.load.run.sweep import Point
 from bench.report import print_table
 from cbatch.cli.output import add_json_option, print_figures, print_line, require_place
 from cbatch.core.request.errors import FieldError
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report
+from sim.report.timeline import INTERVALS, Series
 from sim.workload.traces.files import read_whole
 
 
@@ -70,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_page(args: argparse.Namespace) -> int:
-    """Write a page that draws all reports on the same axes."""
     reports = [_read(path) for path in args.reports]
     require_place("--page", args.page)
     if args.records and len(args.records) != len(args.reports):
@@ -128,10 +142,94 @@ def _read(path: Path) -> dict[str, Report]:
 
 
 def _title(first: Report, second: Report) -> str:
-    """Return the settings that differ between two reports of the same kind."""
     differing = [
         f"{name}: {first.settings.get(name)} / {second.settings.get(name)}"
         for name in sorted({*first.settings, *second.settings})
         if first.settings.get(name) != second.settings.get(name) and first.kind == second.kind
     ]
     return "; ".join(differing) or f"{first.kind} and {second.kind}"
+
+
+def write_csv(path: Path, points: Sequence[Point]) -> None:
+    """Write the CSV file. Columns have the names of the JSON report; a spread has a column per
+    figure, such as `ttft_s.p50`. Missing values are empty."""
+    rows = []
+    for load, _, report in points:
+        row: dict[str, Any] = {**load.as_settings(), **number_columns(report)}
+        row["failed"] = sum(report.errors.values())
+        row["goodput_share"] = None if report.goodput is None else report.goodput.share
+        row |= {f"met.{name}": share for name, share in report.attainment.items()}
+        row["client_cpu_share"] = report.client.cpu_share
+        if report.server is not None:
+            row |= {f"server.{name}": n for name, n in number_columns(report.server).items()}
+        rows.append(row)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, fieldnames=list(dict.fromkeys(n for r in rows for n in r)))
+        table.writeheader()
+        table.writerows(rows)
+
+
+def write_points(path: Path, title: str, points: Sequence[Point]) -> None:
+    """Write a page with a run per load. A load that was run several times has no time series."""
+    views = []
+    for load, runs, report in points:
+        collector = PageCollector()
+        for record in records(runs):
+            if isinstance(record, MeasuredRecord):
+                collector(record)
+        series = series_of(runs[0].calls, runs[0].server_samples) if len(runs) == 1 else None
+        words = [f"{name} {n:g}" for name, n in load.as_settings().items() if n is not None]
+        views.append(collector.view(", ".join(words) or "trace", report, series))
+    write_page(path, title, views)
+
+
+def series_of(calls: Sequence[TimedCall], samples: Sequence[ServerSample] = ()) -> Series | None:
+    """Return series over time from the first scheduled send on, with linear interpolation between
+    `samples` of the server. None if no call succeeded, or if the run took no time."""
+    good = [call for call in calls if call.error is None]
+    if not good:
+        return None
+    first_s = min(call.scheduled_s for call in calls)
+    edges_s = np.linspace(first_s, max(call.end_s for call in good), INTERVALS + 1)
+    length_s = float(edges_s[1] - edges_s[0])
+    if length_s <= 0:
+        return None
+    names = ("drafted_tokens", "accepted_tokens", "prompt_tokens", "prefix_hit_tokens")
+    curves = [_curve(samples, name, edges_s) for name in names]
+    drafted, accepted, prompts, hits = (None if c is None else np.diff(c) for c in curves)
+    acceptance: list[float | None] = [None] * INTERVALS
+    if drafted is not None and accepted is not None:
+        pairs = zip(drafted.tolist(), accepted.tolist(), strict=True)
+        acceptance = [float(f"{a / d:.5g}") if d > 0 else None for d, a in pairs]
+    if prompts is not None:
+        prompts = np.maximum(prompts - (0.0 if hits is None else hits), 0.0) / length_s
+    stamps_s, tokens = read_times(good)
+    sent_s, end_s = np.array([(call.sent_s, call.end_s) for call in calls]).T
+    in_flight_s = [(np.clip(edge_s, sent_s, end_s) - sent_s).sum() for edge_s in edges_s]
+    middles_s = (edges_s[:-1] + edges_s[1:]) / 2
+    return Series(
+        first_s=first_s,
+        length_s=length_s,
+        running=_rounded(np.diff(in_flight_s) / length_s),
+        waiting=_rounded(_curve(samples, "waiting", middles_s)),
+        kv_share=_rounded(_curve(samples, "kv_share", middles_s)),
+        output_tokens_per_s=_rounded(np.histogram(stamps_s, edges_s, weights=tokens)[0] / length_s),
+        prompt_tokens_per_s=_rounded(prompts),
+        step_s=_rounded(None),
+        drafted_per_row=_rounded(None),
+        acceptance=acceptance,
+    )
+
+
+def _curve(samples: Sequence[ServerSample], name: str, at_s: np.ndarray) -> np.ndarray | None:
+    """Return a field of the samples at these times, or None if a value is missing."""
+    values = [getattr(sample, name) for sample in samples]
+    if not values or None in values:
+        return None
+    return np.interp(at_s, [sample.at_s for sample in samples], values)
+
+
+def _rounded(values: np.ndarray | None) -> list[float | None]:
+    if values is None:
+        return [None] * INTERVALS
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.load.client.call import TimedCall, TokenSource
+from bench.load.client.http import TimedCall, TokenSource
 from bench.load.run.drive import Part
 from bench.load.run.report import (
+    COUNTERS,
     ClientUse,
     Estimate,
     FailedRecord,
@@ -24,7 +25,6 @@ from bench.load.run.report import (
     ServerSample,
     Steady,
 )
-from bench.load.run.scrape import COUNTERS
 from bench.report import student95
 from cbatch.system.machine import describe_machine, describe_versions
 from sim.report.report import Goodput, Objectives, Refused, Spread
@@ -165,7 +165,6 @@ def _measure(
 
 
 def _load(runs: Sequence[LoadRun], duration_s: float) -> dict[str, Any]:
-    """Return the fields of `Measured` about calls in flight and saturation."""
     windows = [_steady(run) for run in runs]
     saturated = [
         _is_saturated(run.calls, window)
@@ -237,7 +236,6 @@ def _is_saturated(calls: Sequence[TimedCall], steady: Steady) -> bool:
 
 
 def _times(good: Sequence[TimedCall]) -> dict[str, Any]:
-    """Return the fields of `Measured` about latencies and chunks."""
     # Gaps between successive reads of a call, and the tokens of the later read.
     several = [call for call in good if len(call.chunk_s) > 1]
     gap_s = np.concatenate([np.zeros(0), *(np.diff(np.asarray(c.chunk_s)) for c in several)])
@@ -270,7 +268,6 @@ def _spread(values: Iterable[float]) -> Spread:
 
 
 def _duration_s(run: LoadRun) -> float:
-    """Return the time from the first scheduled send to the last token, 0 if all calls failed."""
     ends = [call.end_s for call in run.calls if call.error is None]
     return max(ends) - min(call.scheduled_s for call in run.calls) if ends else 0.0
 

@@ -16,8 +16,7 @@ import msgspec
 
 from bench.load.client.bodies import BodySettings, Item
 from bench.load.client.http import Endpoint
-from bench.load.run.drive import PartPlan
-from bench.load.run.processes import event_loop_runner, run_parts, split
+from bench.load.run.drive import PartPlan, event_loop_runner, run_parts, split
 from bench.report import print_report
 from sim.workload.traces.request import TraceRequest
 
@@ -112,7 +111,6 @@ def _chunks() -> list[bytes]:
 async def _answer(
     chunks: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answer the requests of a connection."""
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             length = _LENGTH.search(await reader.readuntil(b"\r\n\r\n"))

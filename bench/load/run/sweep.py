@@ -12,14 +12,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from bench.load.client.bodies import BodySettings
-from bench.load.client.call import CallError, LiveTally
-from bench.load.client.http import Endpoint, HttpClient
-from bench.load.run.drive import PartPlan, ramped
+from bench.load.client.http import CallError, Endpoint, HttpClient, LiveTally
+from bench.load.run.drive import PartPlan, ramped, run_parts, split
 from bench.load.run.measure import LoadRun
 from bench.load.run.options import LoadOptions, OfferedLoad
-from bench.load.run.processes import run_parts, split
-from bench.load.run.report import Knee, Measured, Sweep
-from bench.load.run.scrape import Watcher, samples_of
+from bench.load.run.report import Knee, Measured, Sweep, Watcher, samples_of
 from cbatch.core.request.errors import FieldError
 from sim.report.capacity import Capacity, Trial, rounds_needed, search_rates
 from sim.workload.tokens import mix
@@ -36,8 +33,6 @@ SEARCH_RANGE = 64.0  # a search goes from 1/64 of the first rate to 64 times tha
 
 
 class ProgressView(Protocol):
-    """Display of the progress of runs."""
-
     def announce(self, load: str, phase: str) -> None: ...
 
     def update(self, tally: LiveTally, now_s: float) -> None: ...
@@ -203,7 +198,6 @@ async def _measure_next(
 
 
 def to_trial(rate_per_s: float, report: Measured, share: float) -> Trial:
-    """Return the result of a measured rate in the form that the search needs."""
     # Without a successful call there is no goodput.
     reached = 0.0 if report.goodput is None else report.goodput.share
     return Trial(

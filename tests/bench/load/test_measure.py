@@ -9,11 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.load.client.call import CallError, Failure, TimedCall
+from bench.load.cli.report import series_of
+from bench.load.client.http import CallError, Failure, TimedCall
 from bench.load.run.drive import Part
-from bench.load.run.files import series_of
 from bench.load.run.measure import LoadRun, measure, records
 from bench.load.run.report import (
+    COUNTERS,
     FailedRecord,
     Measured,
     ServerCounters,
@@ -21,7 +22,6 @@ from bench.load.run.report import (
     Sweep,
     read_reports,
 )
-from bench.load.run.scrape import COUNTER_NAMES
 from sim.report.report import Objectives, Record, Report, to_json
 
 
@@ -94,7 +94,7 @@ def test_the_prompt_rate_counts_tokens_that_were_computed() -> None:
         return report.prompt_tokens_per_s * report.duration_s
 
     assert computed() == pytest.approx(prompts)
-    counts = dict.fromkeys(COUNTER_NAMES, None) | {"prefix_hit_tokens": 7}
+    counts = dict.fromkeys(COUNTERS.values(), None) | {"prefix_hit_tokens": 7}
     server = ServerCounters.of(counts, ())
     assert computed(server=server) == pytest.approx(prompts - 7), "by the server's metrics"
     for call in calls:

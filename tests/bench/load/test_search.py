@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.load.client.call import CallError, Failure
+from bench.load.client.http import CallError, Failure
 from bench.load.run.measure import LoadRun, measure
 from bench.load.run.options import OfferedLoad
 from bench.load.run.report import Measured
