@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import ssl
 import time
 from array import array
@@ -126,6 +127,12 @@ class LiveTally:
 
 
 IDLE_S = 3.0  # idle time after which a connection is not reused; most servers allow 5 s
+MAX_HEAD_BYTES = 2**16  # of an interim response
+# Interim responses, such as 103 Early Hints, come before the response (RFC 9110, section 15.2).
+# After 101 the connection has another protocol.
+_INTERIM = re.compile(rb"HTTP/\d\.\d 1(?!01)\d\d[ \r\n]")
+_STATUS_BYTES = len("HTTP/1.1 103 ")  # bytes that show if a response is interim
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
 CLIENT_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # limits of the client machine
 
 
@@ -181,8 +188,7 @@ class AnswerSink(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """A connection for one exchange at a time. Interim responses, such as 103 Early Hints, are
-    passed over (RFC 9110, section 15.2); after 101 the connection has another protocol."""
+    """A connection for one exchange at a time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -192,7 +198,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self.now_s = 0.0  # time of the last data
         self.no_data_yet = True  # no byte of the current response has arrived
-        self._is_interim = False
+        self._head: bytes | None = None  # bytes before it is known if a response is interim
         self._has_length = False
         self._until_close = False  # the body ends with the connection
 
@@ -204,9 +210,8 @@ class Connection(asyncio.Protocol):
         """Send a request and pass the whole response to `reader`. Raises `CallError`."""
         self._reader, self._ended = reader, asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
-        # An interim response may say that the connection closes, and the response follows.
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self.no_data_yet, self._until_close = True, False
+        self.no_data_yet, self._has_length, self._until_close = True, False, False
+        self._head = b""
         self._transport.write(message)
         try:
             await self._ended
@@ -231,6 +236,8 @@ class Connection(asyncio.Protocol):
             self.close()  # data without a request
             return
         self.no_data_yet = False
+        if self._head is not None:
+            data = self._without_interim(self._head + data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:  # an exception of a callback
@@ -251,6 +258,17 @@ class Connection(asyncio.Protocol):
             when = "without an answer" if self.no_data_yet else "in the middle of the answer"
             self._fail(CallError(Failure.CUT, f"the connection ended {when}"))
 
+    def _without_interim(self, data: bytes) -> bytes:
+        """Drop interim responses. Return b"" until the final response begins."""
+        data = data.lstrip(b"\r\n")
+        while _INTERIM.match(data) and (end := _HEAD_END.search(data)):
+            data = data[end.end() :].lstrip(b"\r\n")
+        if len(data) < _STATUS_BYTES or (_INTERIM.match(data) and len(data) < MAX_HEAD_BYTES):
+            self._head = data
+            return b""
+        self._head = None
+        return data
+
     def _fail(self, error: BaseException | None) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_exception(error or CallError(Failure.MALFORMED, "not HTTP"))
@@ -258,28 +276,22 @@ class Connection(asyncio.Protocol):
 
     # -- called by the parser, which passes an exception on
 
-    def on_message_begin(self) -> None:
-        self._has_length = False
-
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        self._is_interim = 100 <= status < 200 and status != 101
-        if self._reader is not None and not self._is_interim:
-            self._until_close = not self._has_length
-            self._reader.begin(status)
+        assert self._reader is not None
+        self._until_close = not self._has_length
+        self._reader.begin(self._parser.get_status_code())
 
     def on_body(self, body: bytes) -> None:
         if self._reader is not None:
             self._reader.read(body, self.now_s)
 
     def on_message_complete(self) -> None:
-        if self._reader is not None and self._ended is not None and not self._is_interim:
+        if self._reader is not None and self._ended is not None:
             self._reader.end(self.now_s)
-            self._reader = None  # of what else arrives
             self._ended.set_result(None)
             if not self._parser.should_keep_alive():
                 self.close()
