@@ -1,4 +1,4 @@
-"""Options of `cbatch bench`, and the loads that they name."""
+"""Options of `cbatch bench`, the loads that they name, and the workload: requests and prompts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from bench.load.client.bodies import (
-    MAX_COMPLETION_TOKENS,
-    MAX_TOKENS,
-    BodySettings,
-    Item,
-    load_text,
-    open_corpus,
-)
+from bench.load.client.bodies import BodySettings, Item, Messages, load_text, open_corpus
 from bench.load.client.http import HttpClient
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
@@ -337,27 +330,30 @@ def read_items(path: Path, *, chat: bool) -> tuple[Item, ...]:
     return tuple(_item(f"{path}, line {number}", line, chat) for number, line in lines)
 
 
-def _item(where: str, line: str, chat: bool) -> Item:
-    def refuse(problem: str, remedy: str) -> FieldError:
-        return FieldError("--prompts", f"{where}{problem}", remedy)
+class _PromptLine(msgspec.Struct):
+    """Fields of a line that need a check: times are measured for one choice."""
 
+    prompt: str | list[int] | None = None
+    messages: Messages | None = None
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    max_tokens: Count = 1
+    max_completion_tokens: Count = 1
+
+
+def _item(where: str, line: str, chat: bool) -> Item:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise refuse(f" is not JSON ({error})", "fix it") from error
-    if not isinstance(record, dict):
-        raise refuse(" is not an object", 'write {"prompt": "..."}')
-    prompt, messages = record.pop("prompt", None), record.pop("messages", None)
+        known = msgspec.json.decode(line, type=_PromptLine)
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise FieldError("--prompts", f"{where}: {error}", "fix it") from error
+    problem, prompt, messages = None, fields.pop("prompt", None), fields.pop("messages", None)
     if (prompt is None) == (messages is None) or (messages is not None and not chat):
-        raise refuse(" has no prompt of this kind", "give a prompt, or messages with --chat")
-    if chat and not isinstance(prompt, str | None):
-        raise refuse(": a chat takes text", "leave --chat out")
-    for name in {"stream", "stream_options", "model"} & record.keys():
-        raise refuse(f" has {name}", "set it for the whole run")
-    if record.get("n", 1) != 1 or record.get("best_of", 1) != 1:
-        raise refuse(" asks for several choices", "times are measured for n=1")
-    for name in (MAX_TOKENS, MAX_COMPLETION_TOKENS):
-        tokens = record.get(name, 1)
-        if not isinstance(tokens, int) or tokens < 1:
-            raise refuse(f": {name} is {tokens!r}", "give 1 or more")
-    return Item(prompt=prompt, messages=messages, fields=record)
+        problem = "has no prompt of this kind: give a prompt, or messages with --chat"
+    elif chat and not isinstance(prompt, str | None):
+        problem = "has ids, but a chat takes text"
+    elif given := {"stream", "stream_options", "model"} & fields.keys():
+        problem = f"has {min(given)}, which is set for the whole run"
+    if problem is not None:
+        raise FieldError("--prompts", f"{where} {problem}", "fix it")
+    return Item(prompt=known.prompt, messages=known.messages, fields=fields)
