@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httptools
@@ -177,23 +177,14 @@ class Endpoint(msgspec.Struct, frozen=True):
         return head.encode() + b"\r\n" + body
 
 
-class AnswerSink(Protocol):
-    """Receiver of a response. All three methods may raise `CallError`."""
-
-    def begin(self, status: int) -> None: ...
-
-    def read(self, piece: bytes, now_s: float) -> None: ...
-
-    def end(self, now_s: float) -> None: ...
-
-
 class Connection(asyncio.Protocol):
-    """A connection for one exchange at a time."""
+    """A connection for one exchange at a time. The reader of a response has `begin(status)`,
+    `read(piece, now_s)` and `end(now_s)`, which may raise `CallError`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._transport: Any = None
-        self._reader: AnswerSink | None = None
+        self._reader: Any = None
         self._ended: asyncio.Future[None] | None = None
         self._parser: Any = None
         self.now_s = 0.0  # time of the last data
@@ -206,7 +197,7 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, message: bytes, reader: AnswerSink) -> None:
+    async def exchange(self, message: bytes, reader: Any) -> None:
         """Send a request and pass the whole response to `reader`. Raises `CallError`."""
         self._reader, self._ended = reader, asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
@@ -281,7 +272,6 @@ class Connection(asyncio.Protocol):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        assert self._reader is not None
         self._until_close = not self._has_length
         self._reader.begin(self._parser.get_status_code())
 
@@ -311,7 +301,7 @@ class HttpClient:
         self._idle: deque[Connection] = deque()
         self._tls = ssl.create_default_context() if endpoint.tls else None
 
-    async def call(self, method: str, path: str, body: bytes, reader: AnswerSink) -> None:
+    async def call(self, method: str, path: str, body: bytes, reader: Any) -> None:
         """Send a request and pass the response to `reader` as it arrives. Raises `CallError`."""
         message = self.endpoint.message(method, path, body, self._key)
         try:

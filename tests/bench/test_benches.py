@@ -1,16 +1,21 @@
+"""Benchmarks of the scheduler, the pictures of the README, and the report of every benchmark."""
+
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import report
+from bench import pictures, report
 from bench import scheduler as bench
 
 
-def test_prints_a_table_and_then_one_json_line(capsys, monkeypatch):
+def test_prints_a_table_and_then_one_json_line(capsys: Any, monkeypatch: Any) -> None:
     argv = ["bench.scheduler", "--running", "2", "4", "--steps", "5", "--repeats", "1"]
     monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setattr(bench, "WARM_UP_STEPS", 3)
     bench.main()
     *table, last = capsys.readouterr().out.strip().split("\n")
     assert any("us_per_step_p50" in line for line in table)
@@ -24,7 +29,7 @@ def test_prints_a_table_and_then_one_json_line(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("k", "enable_prefix_caching"), [(0, False), (4, True)])
-def test_steady_state_is_what_it_says(k, enable_prefix_caching):
+def test_steady_state_is_what_it_says(k: int, enable_prefix_caching: bool) -> None:
     scheduler, executor = bench.steady_state(4, k, enable_prefix_caching)
     before = scheduler.stats.emitted_tokens, scheduler.stats.accepted_tokens
     for _ in range(200):
@@ -32,13 +37,12 @@ def test_steady_state_is_what_it_says(k, enable_prefix_caching):
         assert plan.query_lens.tolist() == [1 + k] * 4
     emitted = scheduler.stats.emitted_tokens - before[0]
     accepted = scheduler.stats.accepted_tokens - before[1]
-    assert emitted == accepted + 4 * 200
+    assert emitted == accepted + 4 * 200 and scheduler.num_running == 4
     expected = sum(bench.ACCEPTANCE**j for j in range(1, k + 1))
     assert accepted / 800 == pytest.approx(expected, abs=0.25)
-    assert scheduler.num_running == 4
 
 
-def test_cells_of_a_table_are_readable_and_empty_columns_left_out(capsys):
+def test_cells_of_a_table_are_readable_and_empty_columns_left_out(capsys: Any) -> None:
     rows = [
         {"a": None, "b": True, "c": 1.23456, "none": None},
         {"a": 7, "b": 1, "c": 1, "none": None},
@@ -47,3 +51,22 @@ def test_cells_of_a_table_are_readable_and_empty_columns_left_out(capsys):
     out = capsys.readouterr().out
     assert "-" in out and "yes" in out and "1.235" in out
     assert out.count("none") == 2, "in the JSON line alone"
+
+
+def test_the_plot_of_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its statements about the default are true."""
+    monkeypatch.setattr(pictures, "CLIENTS", (1, 4))
+    monkeypatch.setattr(pictures, "REQUESTS", 60)
+    path = tmp_path / "policies.png"
+    rows = {row["policy"]: row for row in pictures.save_policies(path)}
+    assert path.read_bytes().startswith(b"\x89PNG")
+    for clients in ("1", "4"):
+        assert rows["adaptive"][clients] == max(row[clients] for row in rows.values()) > 1
+
+
+def test_the_plot_of_other_engines_shows_the_figures_of_the_document(tmp_path: Path) -> None:
+    llama, vllm = pictures.ratios_in_docs("### llama.cpp"), pictures.ratios_in_docs("### vLLM")
+    assert llama["SmolLM2-135M Q4_1"][:3] == [3.68, 5.96, 5.37] and len(llama) == 4
+    assert vllm["cbatch"][:5] == [1.91, 1.75, 1.54, 1.38, 1.26]
+    pictures.save_peers(tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
