@@ -267,6 +267,7 @@ def test_without(broken): pass
 def test_each_test_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # one process
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     words = correctness.command(str(tmp_path / "test_it.py"), "--rootdir", str(tmp_path))
     assert correctness.run(OnGpu(tmp_path), words) == {"tests": 3}
     rows = statuses(tmp_path, "correctness")

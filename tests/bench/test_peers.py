@@ -103,13 +103,14 @@ def fixed(name: str, *seconds: float) -> Any:
 
 
 @pytest.mark.slow
-def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_them_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each runs in its process. Tokens of peers that are no part of `make test` are compared."""
     sizes = ("--prompt-tokens", "12", "--output-tokens", "6", "--prompts", "1", "--repeats", "1")
-    peers.main(["--model", "llama-1m", "--type", "bf16", "--batch", "3", *sizes])
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     packages = {"llama.cpp": "llama_cpp", "vllm": "vllm", "transformers": "transformers"}
     present = [peer for peer, package in packages.items() if importlib.util.find_spec(package)]
-    assert [row["system"] for row in summary["agreement"]] == present
+    compared = [] if len(present) > 1 else ["--skip-agreement"]
+    peers.main(["--model", "llama-1m", "--type", "bf16", "--batch", "3", *sizes, *compared])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert all(row["agrees"] and row["sequences"] == 4 for row in summary["agreement"])
     timed = ["cbatch", *present]
     stepping = [name for name in timed if name != "vllm"]
@@ -136,6 +137,7 @@ def test_another_model_is_found_out(
     save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
     monkeypatch.setattr(figures, "Worker", InProcess)
     systems = [system("x", model=str(path)) for path in (model.source, model.source, wrong)]
+    systems[1] = system("x", model=str(model.source), model_impl="transformers")
     right, other = agreement(model, systems, make_prompts(model, 48, 4), 12, Failures())
     assert right["agrees"] and right["equal"] == 4
     assert not other["agrees"] and other["equal"] < 4 and other["logit_gap"] > 0.1

@@ -79,7 +79,7 @@ def test_servers_that_refuse_are_left_out(
     (line,) = [each for each in out.splitlines() if each.startswith("{")]
     (row,) = json.loads(line)["results"]
     assert row["system"] == "good" and row["prompts_s"] > 0 and row["longest_to_first"] == 1
-    assert LENGTHS == {7}, "as asked for"
+    assert {7} == LENGTHS, "as asked for"
 
 
 def test_what_was_measured_before_a_failure_counts(

@@ -226,7 +226,8 @@ def _curve(samples: Sequence[ServerSample], name: str, at_s: np.ndarray) -> np.n
     values = [getattr(sample, name) for sample in samples]
     if not values or None in values:
         return None
-    return np.interp(at_s, [sample.at_s for sample in samples], values)
+    curve: np.ndarray = np.interp(at_s, [sample.at_s for sample in samples], values)
+    return curve
 
 
 def _rounded(values: np.ndarray | None) -> list[float | None]:

@@ -112,6 +112,8 @@ def _measure(
     server = _sum_counters([run.server for run in runs])
     if not cached_tokens and server is not None:
         cached_tokens = min(server.prefix_hit_tokens or 0, prompt_tokens)
+    fields = ("steps", "preemptions", "prefix_hit_tokens")
+    counted: dict[str, Any] = {name: getattr(server, name, None) for name in fields}
     load = _load(runs, duration_s)
     client = _client(runs, calls)
     failed = [(call, call.error) for call in calls if call.error is not None]
@@ -144,7 +146,7 @@ def _measure(
         output_tokens_per_s=rate(output_tokens),
         speculation=None,
         mean_running=None,
-        **{n: getattr(server, n, None) for n in ("steps", "preemptions", "prefix_hit_tokens")},
+        **counted,
         sent=len(calls) + load["unfinished"],
         errors=dict(sorted(Counter(error.label for _, error in failed).items())),
         error_examples={error.label: error.detail for _, error in reversed(failed)},
