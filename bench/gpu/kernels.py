@@ -52,6 +52,7 @@ _SMALL_PAGES = (DECODE, VERIFY, CHUNK, FEW_LONG)  # workloads also measured with
 PRODUCT_ROWS = (1, 64, 512, 2048)  # rows of x in the products
 _MAX_VERIFIED = 8  # tokens of a longer query count as a prompt, not as drafts to verify
 _FIRST_WORKLOADS = 6  # attention workloads that are measured before sampling and products
+LOGITS = ("recorded", "random")
 STEPS = ((64, 4), (8, 4), (1, 4), (64, 0), (64, 7), (13, 4))  # (requests, drafts of each)
 _VERIFY = (  # kernel, mode, drafts drawn from proposals, filters
     ("verify rejection", REJECTION, True, False),
@@ -147,7 +148,7 @@ def sdpa(steps: Sequence[StepQueries]) -> list[Call]:
 def sampling(bench: Bench) -> Iterator[Subject]:
     """Yield verification of k + 1 rows per request over a whole vocabulary, and plain sampling;
     both with recorded and with random logits. The limit is one read of the logits."""
-    for logits, (requests, k) in product(("recorded", "random"), STEPS):
+    for logits, (requests, k) in product(LOGITS, STEPS):
         for kernel, mode, proposed, filters in _VERIFY if k else _SAMPLE:
             kinds = {"mode": mode, "proposed": proposed, "filters": filters, "logits": logits}
             case = partial(make_case, [k] * requests, VOCAB, device=bench.device, **kinds)

@@ -23,8 +23,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         return [1e-3, 1e-3, 1e-3]
 
     for module, names in (
-        (kernels, {"ATTENTION": ("3q1s20", "q5_2q1s33"), "LLAMA_8B_HEADS": HEADS, "VOCAB": 2048}),
-        (kernels, {"STEPS": ((2, 1), (2, 0)), "PRODUCT_ROWS": (3,)}),
+        (kernels, {"ATTENTION": ("q5_2q1s33",), "LLAMA_8B_HEADS": HEADS, "VOCAB": 2048}),
+        (kernels, {"LOGITS": ("recorded",), "STEPS": ((1, 1), (1, 0)), "PRODUCT_ROWS": (3,)}),
         (kernels, {"WIDTH": 64, "INTERMEDIATE": 96, "compile_all": lambda _: {}}),
         (timing, {"BYTES": 1 << 16, "EDGE": 16, "PROGRAMS": 2}),
         (sweep, {"HEADS": dict.fromkeys(limits.HEADS, HEADS), "resident_programs": lambda *_: 4}),
