@@ -67,7 +67,7 @@ lint: $(DEV)
 # other on a busy machine.
 bench: $(DEV)
 	$(BIN)/python -m bench.scheduler
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q bench --benchmark-enable --benchmark-only \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/bench/test_micro.py --benchmark-enable --benchmark-only \
 		--benchmark-autosave --benchmark-compare --benchmark-max-time=0.5 -W default
 
 # Draw the pictures of README and docs again, but for screenshots and those of other commands.

@@ -29,7 +29,6 @@ def server_cpu_s() -> float:
 
 
 def measure(url: str, path: str, num_streams: int, num_tokens: int) -> dict[str, Any]:
-    """Return a row of the report."""
     fields = BODIES[path] | {"stream": True, "ignore_eos": True, "max_tokens": num_tokens}
     request = Request(url + path, json.dumps(fields).encode(), {"content-type": "application/json"})
 

@@ -37,8 +37,7 @@ import msgspec
 import numpy as np
 from rich.progress import Progress
 
-from bench.failures import Failures
-from bench.report import print_report, rounded, student95
+from bench.report import Failures, print_report, rounded, student95
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.cli.parser import CommandParser
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
@@ -101,7 +100,6 @@ class EndlessLoop:
         self._surplus_tokens = 0  # tokens of the last turn beyond its `num_tokens`
 
     def start(self) -> None:
-        """Add the first requests and step until each has an output."""
         for share in self._rng.random(self.concurrency).tolist():
             self._add(share)
         waiting = set(self._running)

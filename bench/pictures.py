@@ -60,7 +60,6 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def save_policies(path: Path) -> list[dict[str, Any]]:
-    """Draw `policies.png` and return its figures."""
     off = {clients: simulated("off", clients) for clients in CLIENTS}
     lines = {p: [simulated(p, c) / off[c] for c in CLIENTS] for p in COLORS}
     figure, axis = pyplot.subplots(figsize=(8.4, 4.0), layout="constrained")

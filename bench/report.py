@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -63,7 +65,6 @@ def print_table(
 
 
 def rounded(value: float | None) -> float | None:
-    """Round to three decimals, as figures are reported."""
     return None if value is None else round(value, 3)
 
 
@@ -85,3 +86,27 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Failures:
+    """Systems that failed: `words` has the error of each by its name."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.words
+
+    @contextmanager
+    def caught(self, name: str) -> Iterator[None]:
+        """Catch an error of the system `name`, and print it at once."""
+        try:
+            yield
+        except Exception as error:
+            self.words[name] = str(error).strip() or type(error).__name__
+            print(f"{name} failed: {self.words[name]}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Exit with status 1 if a system failed. Call this after the report."""
+        if self.words:
+            raise SystemExit(f"failed, and left out from there on: {', '.join(self.words)}")

@@ -17,9 +17,12 @@ from bench.report import print_report, rounded
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
+from sim.cost.base import constant_cost
+from sim.executor.acceptance import PositionAcceptance
+from sim.executor.fake import FakeExecutor
 
 BLOCK_SIZE_TOKENS = 16
 PROMPT_TOKENS = 128
@@ -55,37 +58,14 @@ def build_scheduler(running: int, k: int, enable_prefix_caching: bool) -> Schedu
     return scheduler
 
 
-def build_result(plan: StepPlan, rng: np.random.Generator) -> StepResult:
-    """Return a result as of an executor, with random acceptance and random tokens."""
-    drafted = plan.num_drafts
-    deepest = int(drafted.max(initial=0))
-    accept = rng.random((plan.num_rows, deepest)) < ACCEPTANCE
-    accept &= np.arange(deepest) < drafted[:, None]
-    accepted = np.cumprod(accept, axis=1).sum(axis=1, dtype=np.int32)
-    emitted = np.where(plan.wants_logits, accepted + 1, 0)
-    splits = np.zeros(plan.num_rows + 1, np.int32)
-    np.cumsum(emitted, out=splits[1:])
-    return StepResult(
-        step_id=plan.step_id,
-        generations=plan.generations,
-        tokens=rng.integers(0, VOCAB_SIZE, int(splits[-1]), dtype=np.int32),
-        row_splits=splits,
-        num_drafted=drafted,
-        num_accepted=accepted,
-        status=np.zeros(plan.num_rows, np.uint8),
-        draft_s=1e-3,
-        target_s=1e-2,
-    )
-
-
-def step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[int, StepPlan]:
+def step(scheduler: Scheduler, executor: FakeExecutor) -> tuple[int, StepPlan]:
     """Run one step. Return the nanoseconds of scheduling and updating, and the plan."""
     started_ns = time.perf_counter_ns()
     plan = scheduler.schedule(0.0)
     planned_ns = time.perf_counter_ns()
     if plan is None:
         raise RuntimeError("the scheduler has nothing to run; the pool is too small")
-    result = build_result(plan, rng)
+    result = executor.run(plan)
     built_ns = time.perf_counter_ns()
     scheduler.update_from_output(result, 0.0)
     return planned_ns - started_ns + time.perf_counter_ns() - built_ns, plan
@@ -93,28 +73,28 @@ def step(scheduler: Scheduler, rng: np.random.Generator) -> tuple[int, StepPlan]
 
 def steady_state(
     running: int, k: int, enable_prefix_caching: bool
-) -> tuple[Scheduler, np.random.Generator]:
-    """Return a scheduler whose requests all decode with k drafts each, and a random generator."""
+) -> tuple[Scheduler, FakeExecutor]:
+    """Return a scheduler whose requests all decode with k drafts each, and its executor."""
     scheduler = build_scheduler(running, k, enable_prefix_caching)
-    rng = np.random.default_rng(1)
+    acceptance = PositionAcceptance([ACCEPTANCE], max_num_seqs=running)
+    executor = FakeExecutor(max_num_seqs=running, cost=constant_cost(), acceptance=acceptance)
     warm_steps = 0
     while warm_steps < WARM_UP_STEPS:
-        _, plan = step(scheduler, rng)
+        _, plan = step(scheduler, executor)
         steady = plan.num_rows == running and bool((plan.query_lens == 1 + k).all())
         warm_steps += steady
-    return scheduler, rng
+    return scheduler, executor
 
 
 def measure(
     running: int, k: int, enable_prefix_caching: bool, steps: int, repeats: int
 ) -> dict[str, Any]:
-    """Return a row of the report, from the repeat with the best median."""
     samples_us = []
     for _ in range(repeats):
-        scheduler, rng = steady_state(running, k, enable_prefix_caching)
+        scheduler, executor = steady_state(running, k, enable_prefix_caching)
         gc.collect()
         gc.freeze()
-        samples_us.append(np.array([step(scheduler, rng)[0] / 1e3 for _ in range(steps)]))
+        samples_us.append(np.array([step(scheduler, executor)[0] / 1e3 for _ in range(steps)]))
         gc.unfreeze()
     best_us = min(samples_us, key=np.median)
     median_us = float(np.median(best_us))

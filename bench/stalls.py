@@ -41,11 +41,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.progress import track
 
-from bench.failures import Failures
 from bench.load.client.answer import AnswerReader
-from bench.load.client.call import COMPLETIONS, CallError, Failure, LiveTally, TimedCall
-from bench.load.client.http import Endpoint, HttpClient
-from bench.report import print_report
+from bench.load.client.http import (
+    COMPLETIONS,
+    CallError,
+    Endpoint,
+    Failure,
+    HttpClient,
+    LiveTally,
+    TimedCall,
+)
+from bench.report import Failures, print_report
 from cbatch.cli.parser import CommandParser
 
 _FIRST_TOKENS, _CALM_TOKENS = 50, 100  # per stream: before gaps count, and before prompts arrive
@@ -132,7 +138,6 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 @contextmanager
 def served(system: str) -> Iterator[Server]:
-    """Yield a system's server. A process started here ends with the context."""
     if system.startswith(("http://", "https://")):
         yield asyncio.run(_answering(Endpoint.of(system), None))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import io
 import logging
 import os
 import shutil
@@ -15,18 +16,19 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from bench.gpu import ceilings, correctness, engine, kernels, models, report, sweep, vllm_engine
-from bench.gpu.cells import FILE, NOT_REACHED, Cell, Results, run_cells
-from bench.gpu.environment import Bench, describe
-from bench.gpu.limits import SMALLER
+from bench.gpu import correctness, engine, kernels, models, report, sweep, timing
+from bench.gpu.cells import FILE, NOT_REACHED, Bench, Cell
+from bench.gpu.timing import SMALLER
+from bench.report import print_table
+from cbatch.cli.output import print_line
 from cbatch.cli.parser import CommandParser
 
 _MINUTES = 5.0
 _PACKING_S = 12.0  # time reserved for packing Triton's cache
-_MAX_RESTARTS = 4
-CACHE, CLOCKS, LOG = "triton_cache.txz", "clocks.csv", "log.txt"
+_MAX_STARTS = 5  # of a section's process
+CACHE, CLOCKS, LOG, TABLE = "triton_cache.txz", "clocks.csv", "log.txt", "table.txt"
 _CLOCKS = "timestamp,clocks.sm,power.draw,clocks_event_reasons.active"
 
 
@@ -41,9 +43,9 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "ceilings": Section(ceilings.cells, 8, 40),
+    "ceilings": Section(timing.cells, 8, 40),
     "engine": Section(engine.cells, 25, 240),
-    "vllm": Section(vllm_engine.cells, 45, 300),
+    "vllm": Section(engine.vllm_cells, 45, 300),
     "correctness": Section(correctness.cells, 20, 150, needed=True),
     "kernels": Section(kernels.cells, 20, 150, needed=True),
     "models": Section(models.cells, 20, 240),
@@ -60,18 +62,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for results and tables")
     parser.add_argument("--section", choices=SECTIONS, action="append", help="default: all")
     parser.add_argument("--peers", type=Path, help="folder with vllm/, or vllm.txz and wheels/")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=_MINUTES,
-        help=f"duration of the whole run; default {_MINUTES:g}",
-    )
-    parser.add_argument(
-        "--triton-cache",
-        type=Path,
-        metavar="FILE",
-        help=f"unpacked before the run if it exists; DIR/{CACHE} is written after it",
-    )
+    text = f"duration of the whole run; default {_MINUTES:g}"
+    parser.add_argument("--minutes", type=float, default=_MINUTES, help=text)
+    text = f"unpacked before the run if it exists; DIR/{CACHE} is written after it"
+    parser.add_argument("--triton-cache", type=Path, metavar="FILE", help=text)
     parser.add_argument("--commit", help="commit of the code, if git is not available")
     parser.add_argument("--child", choices=SECTIONS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -95,7 +89,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> None:
     names = [name for name in SECTIONS if name in (args.section or SECTIONS)]
     if args.peers is None and "vllm" in names:
         names.remove("vllm")
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with clocks(args.out):
         run_sections(names, command, args.out, until_s)
     if args.triton_cache is not None:
@@ -106,7 +100,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def clocks(out: Path) -> Iterator[None]:
-    """Write the device's clocks five times a second, and what slowed it, if it tells them."""
+    """Write the device's clocks five times a second, and what slowed it, if it reports them."""
     if shutil.which("nvidia-smi") is None:
         yield
         return
@@ -124,7 +118,7 @@ def run_sections(names: Sequence[str], command: Sequence[str], out: Path, until_
         reserved_s = sum(other.min_s for other in later if other.needed)
         left_s = until_s - time.monotonic() - reserved_s
         if left_s < section.min_s:
-            Results(out).save(name, {name: {"status": "left out: not enough time"}})
+            Bench(out).save(name, {name: {"status": "left out: not enough time"}})
         else:
             words = [*command, "--child", name]
             run_section(name, words, out, min(left_s, section.max_s))
@@ -134,7 +128,7 @@ def run_section(name: str, command: Sequence[str], out: Path, seconds: float) ->
     """Run a process for at most so long. If it dies it loses its current cell, and another
     continues after that cell."""
     until_s, reached = time.monotonic() + seconds, 0
-    for _ in range(1 + _MAX_RESTARTS):
+    for _ in range(_MAX_STARTS):
         with (out / LOG).open("a") as log:
             log.write(f"##### {name}\n")
             log.flush()
@@ -148,31 +142,39 @@ def run_section(name: str, command: Sequence[str], out: Path, seconds: float) ->
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # including its children
             process.wait()
-        results = Results(out)
-        states = [row["status"] for row in results.of(name).values()]
+        bench = Bench(out)
+        states = [row["status"] for row in bench.of(name).values()]
         if not states:
-            results.save(name, {name: {"status": f"failed: exit {process.returncode}, see {LOG}"}})
+            bench.save(name, {name: {"status": f"failed: exit {process.returncode}, see {LOG}"}})
         before, reached = reached, sum(state != NOT_REACHED for state in states)
         if reached <= before:
             return
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def run_child(name: str, args: argparse.Namespace) -> None:
-    """Measure the cells of a section in this process."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s %(message)s")
-    bench = Bench.open(args.out, args.peers)
+    bench = Bench(args.out, args.peers)
     commit = {"commit": args.commit} if args.commit else {}
-    bench.results.about = describe(bench) | commit | bench.results.about
+    bench.about = bench.describe() | commit | bench.about
     cells = SECTIONS[name].cells(bench)
-    if not bench.full:
+    if bench.full:
+        bench.measure(name, cells)
+    else:
         rows = {cell.key: cell.labels | {"status": "unmeasured: no GPU"} for cell in cells}
-        bench.results.save(name, rows)
-        return
-    run_cells(name, cells, bench.results)
+        bench.save(name, rows)
+
+
+def print_results(bench: Bench, minutes: float) -> None:
+    """Print tables, and write them to a file; then one line of JSON, as every benchmark does."""
+    text, about = io.StringIO(), bench.about
+    with contextlib.redirect_stdout(text):
+        device = about.get("device") or "no GPU: a dry run, nothing is timed"
+        print(device, about.get("date"), f"commit {about.get('commit')}", sep=", ")
+        for title, rows in report.tables(bench.rows).items():
+            print_table(title, rows)
+    (bench.out / TABLE).write_text(text.getvalue(), encoding="utf-8")
+    print(text.getvalue(), flush=True)
+    print_line({"results": bench.rows, **about, "minutes": minutes})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,11 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(args, [sys.executable, "-m", "bench.gpu", *words])
     finally:
-        results = Results(args.out)
-        sweep.write_table(results, args.out)
-        text = report.tables(results.about | {"minutes": args.minutes}, results.rows)
-        (args.out / report.TABLE).write_text(text + "\n", encoding="utf-8")
-    print(text, flush=True)
+        bench = Bench(args.out)
+        sweep.write_table(bench)
+        print_results(bench, args.minutes)
     return 0
 
 

@@ -14,48 +14,37 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from bench.gpu.cells import Cell, Row
-from bench.gpu.environment import Bench
+from bench.gpu.cells import Bench, Cell, Row
 
-SECTION = "correctness"
-TESTS = "tests/triton_kernels/interpreter"
-_ROOT = Path(__file__).parents[2]
-_TEST_S = 90  # time limit of a test, compilation included
-_MAX_PROCESSES = 14
-_WRITE_EVERY = 20  # tests
+_OPTIONS = ["-v", "-rpfE", "--tb=short", "-W", "default", "-p", "no:cacheprovider", "-m"]
+_PROCESSES = ["--dist", "worksteal", "--max-worker-restart", "50", "-n"]
 _RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED) (\S+::.+?)(?: - (.*))?\n")
 
 
 def command(*more: str) -> list[str]:
-    """Return a pytest command over the tests for a device; statistics too."""
-    words = [sys.executable, "-m", "pytest", TESTS, "-v", "-rpfE", "--tb=short", "-W", "default"]
-    words += ["-p", "no:cacheprovider", "-m", "", *more]
+    words = [sys.executable, "-m", "pytest", *_OPTIONS, "", *more]
     if importlib.util.find_spec("xdist") is not None:
-        count = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
-        words += ["-n", str(count), "--dist", "worksteal", "--max-worker-restart", "50"]
+        words += [*_PROCESSES, str(min(14, len(os.sched_getaffinity(0))))]
     if importlib.util.find_spec("pytest_timeout") is not None:
-        words += [f"--timeout={_TEST_S}", "--timeout-method=thread"]
+        words += ["--timeout=90", "--timeout-method=thread"]  # of a test with its compilation
     return words
 
 
 def cells(bench: Bench) -> Iterator[Cell]:
-    yield Cell("tests", {}, partial(run, bench))
+    words = command("tests/triton_kernels/interpreter", "--device=cuda")
+    yield Cell("tests", {}, partial(run, bench, words))
 
 
-def run(bench: Bench) -> Row:
-    """Run the tests and save a row for each."""
-    rows: dict[str, Row] = {}
-    options: Any = {"cwd": _ROOT, "stdout": subprocess.PIPE, "text": True}
-    options["env"] = os.environ | {"COLUMNS": "400"}  # otherwise pytest cuts errors
-    with subprocess.Popen(command("--device=cuda"), **options) as process:
+def run(bench: Bench, words: list[str]) -> Row:
+    tests, environment = 0, os.environ | {"COLUMNS": "400"}  # otherwise pytest cuts errors
+    root, pipe = Path(__file__).parents[2], subprocess.PIPE
+    with subprocess.Popen(words, cwd=root, stdout=pipe, text=True, env=environment) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             for outcome, test, error in _RESULT.findall(line):
                 status = "ok" if outcome == "PASSED" else outcome.lower()
-                rows[test.strip()] = {"status": f"{status}: {error}" if error else status}
-                if len(rows) % _WRITE_EVERY == 0:
-                    bench.results.save(SECTION, rows)
-    bench.results.save(SECTION, rows)
-    return {"tests": len(rows)}
+                row = {"status": f"{status}: {error}" if error else status}
+                bench.save("correctness", {test.strip(): row})
+                tests += 1
+    return {"tests": tests}

@@ -14,8 +14,7 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.cells import Cell, NotAvailable, Row
-from bench.gpu.environment import Bench
+from bench.gpu.cells import Bench, Cell, NotAvailable, Row
 from cbatch import LLM, Completion, SamplingParams
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_head, demo_paths, demo_prompts

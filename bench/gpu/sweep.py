@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.cells import Cell, Results, Row
-from bench.gpu.environment import Bench
-from bench.gpu.limits import HEADS, attention_cost, workload
-from bench.gpu.steps import check, launches, make_step
-from bench.gpu.timing import input_sets, time_calls
+from bench.gpu.cells import Bench, Cell, Row
+from bench.gpu.inputs import check, launches, make_step
+from bench.gpu.timing import HEADS, attention_cost, input_sets, time_calls, workload
 from cbatch.runtime.gpu.attention import MIN_SPLIT_KEYS, Tuning
 from triton_kernels.attention import Heads, Tile, arch_of, balanced_partials, resident_programs
 
@@ -60,7 +58,6 @@ def cells(bench: Bench) -> Iterator[Cell]:
 
 
 def measure(bench: Bench, heads: Heads, page: int, tile: Tile) -> Row:
-    """Return the median microseconds of each workload, by its name."""
     programs = resident_programs(tile, bench.device)
     split = max(MIN_SPLIT_KEYS, tile.keys)
     tuning = Tuning(tile, programs, balanced_partials(programs, heads), split, balanced=True)
@@ -75,43 +72,41 @@ def measure(bench: Bench, heads: Heads, page: int, tile: Tile) -> Row:
     return {"median_us": median_us}
 
 
-def best_tiles(rows: Mapping[str, Row]) -> dict[tuple[str, int, int], Row]:
-    """Return the candidate with the least weighted geometric mean, by (heads, page, tile rows)."""
+def best_tiles(rows: Iterable[Row]) -> list[Row]:
+    """Return the candidates with the least weighted geometric mean for their heads, pages and
+    rows."""
 
     def score(row: Row) -> float:
         weights = WORKLOADS[row["tile"]["rows"]]
         return sum(w * math.log(row["median_us"][name]) for name, w in weights.items())
 
-    best: dict[tuple[str, int, int], Row] = {}
-    for row in (row for row in rows.values() if row["status"] == "ok"):
-        key = row["heads"], row["page_tokens"], row["tile"]["rows"]
-        if key not in best or score(row) < score(best[key]):
-            best[key] = row
-    return best
+    by_use: dict[Any, list[Row]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            use = row["heads"], row["page_tokens"], row["tile"]["rows"]
+            by_use.setdefault(use, []).append(row)
+    return [min(candidates, key=score) for candidates in by_use.values()]
 
 
-def table_of(rows: Mapping[str, Row], shipped: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the shipped table with the best tiles. They replace its bf16 and fp16 entries of the
-    same arch, head size, page and rows, for every group."""
-    names = ("arch", "head_dim", "page_tokens")
-    tiles = list(shipped["tiles"])
-    for row in best_tiles(rows).values():
-        key = {name: row[name] for name in names} | {"bits": 16, "kv_bits": 16}
-        same = [t for t in tiles if {n: t[n] for n in key} == key]
-        tiles = [t for t in tiles if t not in same or t["rows"] != row["tile"]["rows"]]
-        for group in sorted({t["group"] for t in same} | {row["group"]}):
-            if group <= row["tile"]["rows"]:
-                tiles.append(key | {"group": group} | row["tile"])
-    return {"source": f"{source}; the rest: {shipped['source']}", "tiles": tiles}
+def table_of(best: Iterable[Row], tiles: Sequence[Row]) -> list[Row]:
+    """Return `tiles` with the best ones, which replace bf16 and fp16 entries of the same arch, head
+    size, page and rows, for every group."""
+    for row in best:
+        key = {name: row[name] for name in ("arch", "head_dim", "page_tokens")}
+        key |= {"bits": 16, "kv_bits": 16}
+        same, num_rows = [t for t in tiles if t.items() >= key.items()], row["tile"]["rows"]
+        tiles = [t for t in tiles if t not in same or t["rows"] != num_rows]
+        groups = sorted({tile["group"] for tile in same} | {row["group"]})
+        tiles += [key | {"group": n} | row["tile"] for n in groups if n <= num_rows]
+    return list(tiles)
 
 
-def write_table(results: Results, out: Path) -> None:
-    """Write the table that follows from a run, if tiles were measured, into its folder."""
-    rows, about = results.of("sweep"), results.about
-    if best_tiles(rows):
+def write_table(bench: Bench) -> None:
+    shipped, about = json.loads(_TILES.read_text()), bench.about
+    if best := best_tiles(bench.of("sweep").values()):
         source = f"swept on {about['device']}, {about['date']}, commit {about['commit']}"
-        table = table_of(rows, json.loads(_TILES.read_text()), source)
-        lines = ",\n".join(f"    {json.dumps(tile)}" for tile in table["tiles"])
-        source = json.dumps(table["source"])
+        source = json.dumps(f"{source}; the rest: {shipped['source']}")
+        tiles = table_of(best, shipped["tiles"])
+        lines = ",\n".join(f"    {json.dumps(tile)}" for tile in tiles)
         text = f'{{\n  "source": {source},\n  "tiles": [\n{lines}\n  ]\n}}\n'
-        (out / _TILES.name).write_text(text)
+        (bench.out / _TILES.name).write_text(text)

@@ -28,29 +28,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.failures import Failures
-from bench.peers.agreement import agreement
 from bench.peers.figures import (
     FIGURES,
     PREFILL_PROMPTS,
     PREFILL_TOKENS,
+    agreement,
     make_prompts,
     outputs,
     prefill,
     startups,
 )
-from bench.peers.models import NAMES, TYPES, ModelFormats
-from bench.peers.systems import (
+from bench.peers.models import (
     FLAGS,
+    NAMES,
     OPENVINO,
     PACKAGES,
     PEERS,
+    TYPES,
+    ModelFormats,
     Sizes,
     make_systems,
     python_of,
     started,
 )
-from bench.report import print_document, print_table
+from bench.report import Failures, print_document, print_table
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import find_model
@@ -98,14 +99,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def sizes_of(args: argparse.Namespace) -> Sizes:
-    tokens = args.prompt_tokens + args.output_tokens
-    if args.prefill:
-        tokens = max(tokens, PREFILL_TOKENS + 1)
-    max_sequences = max(*args.batch, PREFILL_PROMPTS if args.prefill else 1, 1)
-    return Sizes(max_sequences, tokens, max(1024, max_sequences * args.prompt_tokens))
-
-
 def compare_tokens(
     model: ModelFormats, args: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
@@ -122,7 +115,12 @@ def compare_tokens(
 def time_systems(
     model: ModelFormats, args: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
-    systems, rows = make_systems(model, args, sizes_of(args)), []
+    tokens = args.prompt_tokens + args.output_tokens
+    if args.prefill:
+        tokens = max(tokens, PREFILL_TOKENS + 1)
+    max_sequences = max(*args.batch, PREFILL_PROMPTS if args.prefill else 1, 1)
+    sizes = Sizes(max_sequences, tokens, max(1024, max_sequences * args.prompt_tokens))
+    systems, rows = make_systems(model, args, sizes), []
     if args.startup:
         rows += startups(model, systems, args.repeats, failures)
     if not args.batch and not args.prefill:
@@ -132,7 +130,7 @@ def time_systems(
             rows += outputs(model, workers, batch, args, failures)
             print(f"{model.name}, batch {batch} measured", flush=True)
         if args.prefill:
-            rows += prefill(model, workers, args, failures)
+            rows += prefill(model, workers, args.repeats, failures)
     return rows
 
 

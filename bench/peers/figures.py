@@ -1,4 +1,12 @@
-"""Figures of the systems, measured in turns, and the rows that report them."""
+"""Figures of the systems, measured in turns, and the rows that report them. Comparison of greedy
+tokens: do the systems compute the same model as cbatch?
+
+Two correct implementations differ where two tokens are nearly tied, and then write different texts.
+So only the first difference counts: the gap between the log probabilities of the two tokens, as
+cbatch computes them. A wrong conversion (rotary pairs in another order, a missing norm) changes
+logits at once by 1 or more. With quantised weights each system rounds the activations in its own
+way, which changes logits by a few tenths.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +14,14 @@ import argparse
 import functools
 import gc
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from bench.failures import Failures
-from bench.peers.models import ModelFormats
-from bench.peers.systems import CBATCH
-from bench.peers.worker import Prompts, Run, System, Worker
-from bench.report import rounded
+from bench.peers.engines import Prompts
+from bench.peers.models import CBATCH, ModelFormats, Run, System, Worker
+from bench.report import Failures, rounded
 from bench.shapes import SHAPES
 from cbatch.demo import demo_prompts
 
@@ -24,6 +30,9 @@ PREFILL, STARTUP = "prefill_tokens_per_s", "startup_s"
 FIGURES = (OUTPUT, DECODE, PREFILL, STARTUP)
 PREFILL_PROMPTS, PREFILL_TOKENS = 8, 1024
 _VOCAB_SIZE = min(shape["vocab_size"] for shape in SHAPES.values())
+# Allowed gap of logits. Rounding of float32 changes them by about 1e-5.
+_NEARLY_TIED, _NEARLY_TIED_QUANTISED = 1e-2, 0.5
+Row = dict[str, Any]
 
 
 def make_prompts(model: ModelFormats, tokens: int, count: int) -> Prompts:
@@ -31,9 +40,7 @@ def make_prompts(model: ModelFormats, tokens: int, count: int) -> Prompts:
     up the length, or random ids for a model without a tokenizer."""
     tokenizer, texts = model.tokenizer, demo_prompts()
     if tokenizer is None:
-        drawn = np.random.default_rng(0).integers(1, _VOCAB_SIZE - 1, (count, tokens))
-        ids: Prompts = drawn.tolist()
-        return ids
+        return _random_prompts(count, tokens)
 
     @functools.cache
     def ending_with(index: int) -> list[int]:
@@ -45,35 +52,51 @@ def make_prompts(model: ModelFormats, tokens: int, count: int) -> Prompts:
     return [ending_with(i % len(texts)) for i in range(count)]
 
 
-def measure(
+def _random_prompts(count: int, tokens: int) -> Prompts:
+    ids: Prompts = np.random.default_rng(0).integers(1, _VOCAB_SIZE - 1, (count, tokens)).tolist()
+    return ids
+
+
+# -- speed
+
+
+def take_turns(
+    subjects: Mapping[str, Callable[[int], Any]], repeats: int, failures: Failures
+) -> dict[str, list[Any]]:
+    """Call each subject once per repeat, every other repeat in reverse. Return the results of those
+    that did not fail, by name. Repeat -1 is a warm-up without a result."""
+    results: dict[str, list[Any]] = {name: [] for name in subjects}
+    for repeat in range(-1, repeats):
+        gc.collect()
+        for name in subjects if repeat % 2 == 0 else reversed(subjects):
+            if name not in failures:
+                with failures.caught(name):
+                    results[name].append(subjects[name](repeat))
+    return {name: values[1:] for name, values in results.items() if name not in failures}
+
+
+def _measure(
     workers: Sequence[Worker],
     prompts: Prompts,
     batch: int,
-    args: argparse.Namespace,
+    output_tokens: int,
+    repeats: int,
     failures: Failures,
-) -> tuple[list[System], list[list[Run]]]:
-    """Return the systems that did not fail, and the runs of each, one per repeat. Every other
-    repeat runs them in reverse. Prompts are completed in successive batches: several small ones
-    even out the differences between prompts."""
-    runs: dict[str, list[Run]] = {worker.system.label: [] for worker in workers}
-    for repeat in range(-1, args.repeats):  # the first warms up
-        gc.collect()
-        for worker in workers if repeat % 2 == 0 else reversed(workers):
-            label = worker.system.label
-            if label in failures:
-                continue
-            with failures.caught(label):
-                if repeat < 0:
-                    worker.run(prompts[:batch], min(8, args.output_tokens))
-                    continue
-                total = Run(0.0, [])
-                for at in range(0, len(prompts), batch):
-                    run = worker.run(prompts[at : at + batch], args.output_tokens)
-                    outputs, steps_s = total.outputs + run.outputs, total.steps_s + run.steps_s
-                    total = Run(total.seconds + run.seconds, outputs, steps_s)
-                runs[label].append(total)
-    working = [worker.system for worker in workers if worker.system.label not in failures]
-    return working, [runs[system.label] for system in working]
+) -> list[tuple[System, list[Run]]]:
+    """Return the systems that did not fail, and their runs, one per repeat. Prompts are completed
+    in successive batches: several small ones even out the differences between prompts."""
+
+    def run(worker: Worker, repeat: int) -> Run:
+        if repeat < 0:
+            return worker.run(prompts[:batch], min(8, output_tokens))
+        total = Run(0.0, [])
+        for at in range(0, len(prompts), batch):
+            total += worker.run(prompts[at : at + batch], output_tokens)
+        return total
+
+    subjects = {worker.system.label: functools.partial(run, worker) for worker in workers}
+    runs = take_turns(subjects, repeats, failures)
+    return [(w.system, runs[w.system.label]) for w in workers if w.system.label in runs]
 
 
 def outputs(
@@ -82,77 +105,67 @@ def outputs(
     batch: int,
     args: argparse.Namespace,
     failures: Failures,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return rows for all output tokens; and for those after each prompt's first one, of systems
     that report their steps."""
     count = -(-max(batch, args.prompts) // batch) * batch
     prompts = make_prompts(model, args.prompt_tokens, count)
-    systems, runs = measure(workers, prompts, batch, args, failures)
-    speeds = [[run.tokens_per_s for run in system_runs] for system_runs in runs]
-    rows = rows_of(model.name, OUTPUT, batch, systems, speeds)
-    stepping = [(s, each) for s, each in zip(systems, runs, strict=True) if each[0].steps_s]
-    speeds = [[(r.tokens - len(r.outputs)) / sum(r.steps_s) for r in each] for _, each in stepping]
-    return rows + rows_of(model.name, DECODE, batch, [system for system, _ in stepping], speeds)
+    runs = _measure(workers, prompts, batch, args.output_tokens, args.repeats, failures)
+    speeds = [(s, [r.tokens / r.seconds for r in each]) for s, each in runs]
+    decoding = [
+        (s, [(r.tokens - len(r.outputs)) / sum(r.steps_s) for r in each])
+        for s, each in runs
+        if each[0].steps_s
+    ]
+    return [
+        *rows_of(model.name, OUTPUT, batch, speeds),
+        *rows_of(model.name, DECODE, batch, decoding),
+    ]
 
 
 def prefill(
-    model: ModelFormats, workers: Sequence[Worker], args: argparse.Namespace, failures: Failures
-) -> list[dict[str, Any]]:
+    model: ModelFormats, workers: Sequence[Worker], repeats: int, failures: Failures
+) -> list[Row]:
     """Return rows for random prompts: prompt tokens a second until each has an output token."""
-    args = argparse.Namespace(**vars(args) | {"output_tokens": 1})
-    drawn = np.random.default_rng(0).integers(1, _VOCAB_SIZE - 1, (PREFILL_PROMPTS, PREFILL_TOKENS))
-    systems, runs = measure(workers, drawn.tolist(), PREFILL_PROMPTS, args, failures)
-    speeds = [[drawn.size / run.seconds for run in system_runs] for system_runs in runs]
-    return rows_of(model.name, PREFILL, PREFILL_PROMPTS, systems, speeds)
+    prompts, count = _random_prompts(PREFILL_PROMPTS, PREFILL_TOKENS), PREFILL_PROMPTS
+    runs = _measure(workers, prompts, count, 1, repeats, failures)
+    speeds = [(s, [count * PREFILL_TOKENS / run.seconds for run in each]) for s, each in runs]
+    return rows_of(model.name, PREFILL, count, speeds)
 
 
 def startups(
     model: ModelFormats, systems: Sequence[System], repeats: int, failures: Failures
-) -> list[dict[str, Any]]:
-    """Return rows for the seconds of a constructor, in a new process with all imports done. An
-    untimed first turn creates the files and caches that later starts of a system reuse."""
-    values: dict[str, list[float]] = {system.label: [] for system in systems}
-    for repeat in range(-1, repeats):
-        for system in systems if repeat % 2 == 0 else reversed(systems):
-            if system.label not in failures:
-                with failures.caught(system.label), Worker(system) as worker:
-                    values[system.label].append(worker.start())
-    working = [system for system in systems if system.label not in failures]
-    return rows_of(model.name, STARTUP, 0, working, [values[each.label][1:] for each in working])
+) -> list[Row]:
+    """Return rows for the seconds of a constructor, in a new process with all imports done. The
+    warm-up creates the files and caches that later starts of a system reuse."""
+
+    def start(system: System, _: int) -> float:
+        with Worker(system) as worker:
+            return worker.start()
+
+    subjects = {system.label: functools.partial(start, system) for system in systems}
+    seconds = take_turns(subjects, repeats, failures)
+    return rows_of(
+        model.name, STARTUP, 0, [(s, seconds[s.label]) for s in systems if s.label in seconds]
+    )
 
 
 def rows_of(
-    model: str,
-    figure: str,
-    batch: int,
-    systems: Sequence[System],
-    values: Sequence[Sequence[float]],
-) -> list[dict[str, Any]]:
+    model: str, figure: str, batch: int, values: Sequence[tuple[System, Sequence[float]]]
+) -> list[Row]:
     """Return a row for each system from its values by turn: the median, and the median ratio to the
     first peer within a turn, each with the smallest and largest of all turns. `ours_to_it` is the
     median ratio of cbatch with lookahead off to the system."""
-    named = list(zip((system.name for system in systems), values, strict=True))
-    first_peer = next((each for name, each in named if name != CBATCH), None)
-    own_values = values[0] if named and named[0][0] == CBATCH else None
+    first_peer = next((each for system, each in values if system.name != CBATCH), None)
+    own = values[0][1] if values and values[0][0].name == CBATCH else None
     rows = []
-    for system, system_values in zip(systems, values, strict=True):
-        to_peer = _ratios(system_values, first_peer)
-        rows.append(
-            {
-                "model": model,
-                "figure": figure,
-                "batch": batch,
-                "system": system.name,
-                "lookahead": system.lookahead,
-                "value": _median(system_values),
-                "min": rounded(min(system_values)),
-                "max": rounded(max(system_values)),
-                "to_peer": _median(to_peer),
-                "to_min": rounded(min(to_peer, default=None)),
-                "to_max": rounded(max(to_peer, default=None)),
-                "ours_to_it": _median(_ratios(own_values, system_values)),
-            }
-        )
+    for system, each in values:
+        to_peer = _ratios(each, first_peer)
+        row = {"model": model, "figure": figure, "batch": batch, "system": system.name}
+        row |= {"lookahead": system.lookahead}
+        row |= dict(zip(("value", "min", "max"), _cuts(each), strict=True))
+        row |= dict(zip(("to_peer", "to_min", "to_max"), _cuts(to_peer), strict=True))
+        rows.append(row | {"ours_to_it": _cuts(_ratios(own, each))[0]})
     return rows
 
 
@@ -162,5 +175,56 @@ def _ratios(values: Sequence[float] | None, bases: Sequence[float] | None) -> li
     return [value / base for value, base in zip(values, bases, strict=True)]
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return rounded(statistics.median(values)) if values else None
+def _cuts(values: Sequence[float]) -> list[float | None]:
+    if not values:
+        return [None] * 3
+    return [rounded(cut(values)) for cut in (statistics.median, min, max)]
+
+
+# -- agreement
+
+
+def agreement(
+    model: ModelFormats,
+    systems: Sequence[System],
+    prompts: Prompts,
+    output_tokens: int,
+    failures: Failures,
+) -> list[Row]:
+    """Return a row for each system after the first, comparing it with the first. `logit_gap` is the
+    largest gap of all sequences at their first difference, None if all are equal. Each system ends
+    before the next one starts: two may not fit into memory."""
+    answers: list[tuple[System, Prompts]] = []
+    for system in systems:
+        with failures.caught(system.label), Worker(system) as worker:
+            worker.start()
+            answers.append((system, worker.run(prompts, output_tokens).outputs))
+    if not answers or answers[0][0] is not systems[0]:
+        return []
+    tie = _NEARLY_TIED_QUANTISED if model.quantised else _NEARLY_TIED
+    pairs = [first_differences(prompts, answers[0][1], each) for _, each in answers[1:]]
+    logprobs: list[list[float]] = []
+    if any(pairs):
+        with Worker(systems[0]) as worker:
+            worker.start()
+            logprobs = worker.call("logprobs", [ids for several in pairs for ids in several])
+    rows, last = [], iter([each[-1] for each in logprobs])
+    for (system, _), several in zip(answers[1:], pairs, strict=True):
+        gaps = [abs(next(last) - next(last)) for _ in range(len(several) // 2)]
+        row = {"model": model.name, "system": system.name, "lookahead": system.lookahead}
+        row |= {"sequences": len(prompts), "equal": len(prompts) - len(gaps)}
+        row |= {"logit_gap": rounded(max(gaps, default=None))}
+        rows.append(row | {"agrees": all(gap <= tie for gap in gaps)})
+    return rows
+
+
+def first_differences(prompts: Prompts, outputs: Prompts, other_outputs: Prompts) -> Prompts:
+    """Return both texts up to their first difference, for each pair that is not equal. Raises
+    ValueError for texts of unequal length."""
+    pairs: Prompts = []
+    for prompt, tokens, others in zip(prompts, outputs, other_outputs, strict=True):
+        differs = [token != other for token, other in zip(tokens, others, strict=True)]
+        if any(differs):
+            end = differs.index(True) + 1
+            pairs += [prompt + tokens[:end], prompt + others[:end]]
+    return pairs

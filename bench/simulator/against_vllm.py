@@ -40,7 +40,6 @@ Measures = dict[str, np.ndarray]  # by measure: seconds of each request
 
 
 def measured(path: Path) -> Measures:
-    """Return the measured times of the run's requests."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     names = ("arrival_time", "queued_ts", "first_token_ts", "last_token_ts", "output_toks")
     arrival, queued, first, last, tokens = (np.array([r[name] for r in rows]) for name in names)

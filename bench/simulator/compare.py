@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,19 +23,27 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from bench.failures import Failures
 from bench.lookahead import make_prompts
-from bench.report import print_report
-from bench.simulator.simulated import Prompts, SimulatedEngine, make_requests
+from bench.report import Failures, print_report
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.cli.parser import CommandParser
+from cbatch.core.prices.calibration import Calibration
+from cbatch.core.prices.terms import ProfiledCost
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.prices.calibrator import Calibrator
 from cbatch.text.outputs import Output
+from sim.executor.acceptance import RecordedAcceptance
+from sim.executor.fake import FakeExecutor
+from sim.replay.replay import replay
 from sim.report.report import Record
-from sim.workload.sources import ClosedLoop, OpenLoop
+from sim.workload.arrivals import poisson
+from sim.workload.generate import generate
+from sim.workload.lengths import uniform
+from sim.workload.sources import ClosedLoop, OpenLoop, Source
 from sim.workload.traces.request import TraceRequest
 
 BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}  # allowed relative errors
@@ -54,8 +63,6 @@ class ServedRequest(NamedTuple):
 
 
 class Case(msgspec.Struct):
-    """A load under a policy, and its runs."""
-
     policy: str
     load: float
     requests: list[TraceRequest]
@@ -129,7 +136,6 @@ def serve(engine: Engine, requests: Sequence[TraceRequest], texts: Prompts) -> l
 
 
 def measures(run: Sequence[ServedRequest | Record]) -> dict[str, float]:
-    """Return tokens per second and percentiles of one run, real or simulated."""
     end_s = max(record.arrival_s + record.e2e_s for record in run)
     duration_s = end_s - min(record.arrival_s for record in run)
     values = {"tokens_per_s": sum(record.output_tokens for record in run) / duration_s}
@@ -177,7 +183,6 @@ def measure(args: argparse.Namespace, failures: Failures) -> tuple[SimulatedEngi
 
 
 def rows_of(engine: SimulatedEngine, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Return a row for each case and measure."""
     rows = []
     for case in cases:
         repeats = [measures(run) for run in case.runs]
@@ -230,3 +235,46 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_OUTPUT_TOKENS = (8, 64)  # range of a request
+Prompts = Sequence[Sequence[int]]
+
+
+class SimulatedEngine(NamedTuple):
+    """The calibrated engine, simulated. `acceptances` has, for each prompt, which drafts are
+    accepted."""
+
+    calibration: Calibration
+    acceptances: Sequence[Sequence[int]]
+
+    def replay(self, source: Source, policy: str) -> list[Record]:
+        lookahead, engine = parse_lookahead(policy), {**self.calibration.engine}
+        if lookahead.policy == "off":
+            engine["draft_context_tokens"] = None
+        config = SchedulerConfig(
+            **engine,
+            enable_prefix_caching=False,
+            lookahead=lookahead,
+            cost_profile=self.calibration.profile,
+        )
+        slots, records = config.max_num_seqs, list[Record]()
+        executor = FakeExecutor(
+            max_num_seqs=slots,
+            cost=ProfiledCost(self.calibration.prices, adaptive=lookahead.policy == "adaptive"),
+            acceptance=RecordedAcceptance(self.acceptances, max_num_seqs=slots),
+        )
+        replay(source, config, executor, on_record=records.append)
+        return records
+
+
+def make_requests(texts: Prompts, rate_per_s: float, count: int, seed: int) -> list[TraceRequest]:
+    """Return a Poisson process of requests; their prompts have the lengths of `texts` in turn."""
+    lengths = uniform(*_OUTPUT_TOKENS)
+    requests = generate(
+        lambda rng: poisson(rate_per_s, rng), lengths, lengths, requests=count, seed=seed
+    )
+    return [
+        msgspec.structs.replace(request, prompt_tokens=len(text))
+        for request, text in zip(requests, itertools.cycle(texts), strict=False)
+    ]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import nullcontext
 
 import pytest
 
 from bench import lookahead as bench
 from bench.lookahead import (
-    CHATS,
     EndlessLoop,
     PolicyRun,
     make_prompts,
     randomised_drafts,
     rows_of,
 )
-from cbatch import EngineOptions, SamplingParams, load_engine
+from cbatch import EngineOptions, load_engine
 from cbatch.demo import demo_paths
 from cbatch.text.outputs import Speculation
 
@@ -101,31 +99,6 @@ def test_cells_before_a_failure_are_printed(monkeypatch, capsys):
     assert "fresh, batch 2 failed: out of memory" in err
 
 
-@pytest.mark.parametrize(("way", "same"), [("coupled", True), ("rejection", False)])
-def test_requests_are_sampled_as_asked_each_with_a_seed_of_its_own(way, same, engines, prompts):
-    """Texts of two loops are the same where the noise alone decides them, at any k."""
-    params, texts_by_loop = SamplingParams(temperature=1.0, ignore_eos=True, verification=way), []
-    for engine in engines.values():
-        loop, texts = EndlessLoop(engine, prompts, 2, 12, params), {}
-        step = engine.step
-
-        def noted(step=step, texts=texts):
-            outputs = step()
-            for output in outputs:
-                texts.setdefault(output.request_id, []).extend(output.token_ids)
-            return outputs
-
-        engine.step = noted
-        loop.start()
-        loop.run(60)
-        engine.step = step
-        loop.stop()
-        first = sorted(texts, key=lambda name: int(name.rpartition("-")[2]))[:3]
-        texts_by_loop.append([texts[name][:8] for name in first])
-    assert (texts_by_loop[0] == texts_by_loop[1]) == same
-    assert texts_by_loop[0][0] != texts_by_loop[0][1]
-
-
 def test_randomised_drafts_are_hardly_ever_accepted(engines, prompts):
     acceptances = []
     for randomised in (True, False):
@@ -135,12 +108,3 @@ def test_randomised_drafts_are_hardly_ever_accepted(engines, prompts):
             acceptances.append(loop.run(400).speculation.acceptance)
             loop.stop()
     assert acceptances[0] < 0.25 < 0.5 < acceptances[1], acceptances
-
-
-def test_the_questions_for_a_chat_model_name_what_they_ask_for():
-    assert {len({*CHATS[kind]}) for kind in ("questions", "stories", "renames")} == {24}
-    assert len({*CHATS["both"]}) == 48
-    for text in CHATS["renames"]:
-        _, old, _, new, _ = text.split("`", 4)
-        code = text.split("```")[1]
-        assert re.search(rf"\b{old}\b", code) and not re.search(rf"\b{new}\b", code), text

@@ -17,16 +17,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.failures import Failures
 from bench.peers import __main__ as peers
-from bench.peers import agreement as agreement_module
 from bench.peers import figures, models
-from bench.peers.agreement import agreement, first_differences
-from bench.peers.figures import DECODE, OUTPUT, STARTUP, make_prompts, rows_of
-from bench.peers.models import ModelFormats, write_directory
-from bench.peers.systems import Sizes, make_systems, started
-from bench.peers.worker import Prompts, Run, System
-from bench.peers.workers.cbatch_worker import CbatchSystem
+from bench.peers.engines import Cbatch, Prompts
+from bench.peers.figures import (
+    DECODE,
+    OUTPUT,
+    STARTUP,
+    agreement,
+    first_differences,
+    make_prompts,
+    rows_of,
+)
+from bench.peers.models import (
+    ModelFormats,
+    Run,
+    Sizes,
+    System,
+    make_systems,
+    started,
+    write_directory,
+)
+from bench.report import Failures
 from bench.shapes import SHAPES
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import RopeConfig
@@ -49,8 +61,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFormats:
     return files("llama-1m", tmp_path_factory.mktemp("models"))
 
 
-def system(name: str, module: str = "cbatch", **settings: Any) -> System:
-    return System(name, "off", module, sys.executable, 2, settings)
+def system(name: str, engine: str = "cbatch", **settings: Any) -> System:
+    return System(name, engine, sys.executable, 2, settings)
 
 
 class InProcess:
@@ -60,7 +72,7 @@ class InProcess:
         self.system = system
 
     def start(self) -> float:
-        self._llm = CbatchSystem(**OURS | self.system.settings)
+        self._llm = Cbatch(**OURS | self.system.settings)
         return 1.0
 
     def run(self, prompts: Prompts, output_tokens: int) -> Run:
@@ -91,13 +103,14 @@ def fixed(name: str, *seconds: float) -> Any:
 
 
 @pytest.mark.slow
-def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_them_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each runs in its process. Tokens of peers that are no part of `make test` are compared."""
     sizes = ("--prompt-tokens", "12", "--output-tokens", "6", "--prompts", "1", "--repeats", "1")
-    peers.main(["--model", "llama-1m", "--type", "bf16", "--batch", "3", *sizes])
-    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     packages = {"llama.cpp": "llama_cpp", "vllm": "vllm", "transformers": "transformers"}
     present = [peer for peer, package in packages.items() if importlib.util.find_spec(package)]
-    assert [row["system"] for row in summary["agreement"]] == present
+    compared = [] if len(present) > 1 else ["--skip-agreement"]
+    peers.main(["--model", "llama-1m", "--type", "bf16", "--batch", "3", *sizes, *compared])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert all(row["agrees"] and row["sequences"] == 4 for row in summary["agreement"])
     timed = ["cbatch", *present]
     stepping = [name for name in timed if name != "vllm"]
@@ -122,8 +135,9 @@ def test_another_model_is_found_out(
             halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
             tensors[name] = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
     save_file(tensors, wrong / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(agreement_module, "Worker", InProcess)
+    monkeypatch.setattr(figures, "Worker", InProcess)
     systems = [system("x", model=str(path)) for path in (model.source, model.source, wrong)]
+    systems[1] = system("x", model=str(model.source), model_impl="transformers")
     right, other = agreement(model, systems, make_prompts(model, 48, 4), 12, Failures())
     assert right["agrees"] and right["equal"] == 4
     assert not other["agrees"] and other["equal"] < 4 and other["logit_gap"] > 0.1
@@ -154,21 +168,15 @@ def test_our_worker_reports_steps_and_log_probabilities(model: ModelFormats) -> 
 @pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="needs llama_cpp, of the extra `peers`"
 )
-def test_llama_cpp_turns_a_file_into_any_type(tmp_path: Path) -> None:
-    """Weights are the same as before, the closer the more bits, and those of a quantised source
-    are, too."""
+def test_llama_cpp_turns_a_file_into_another_type(tmp_path: Path) -> None:
+    """Weights are the same as before, of a quantised source too."""
     build(tmp_path, "llama", hidden_size=256, intermediate_size=256)
-
-    def gate(source: Path, kind: str) -> Any:
-        path = files(source, tmp_path, kind, llama=sys.executable).cbatch_path
-        return path, read_gguf(path).tensors["blk.1.ffn_gate.weight"]
-
-    eight, expected = gate(tmp_path, "Q8_0")
-    for kind, close in (("F32", 0.99999), ("BF16", 0.9999), ("Q4_0", 0.99), ("Q4_K_M", 0.99)):
-        _, got = gate(eight, kind)
-        one, other = (each.dequantised(torch.float32).flatten() for each in (expected, got))
-        assert torch.cosine_similarity(one, other, dim=0) > close
-        assert got.type.name == {"Q4_K_M": "Q4_K"}.get(kind, kind)
+    source, gates = tmp_path, []
+    for kind in ("Q8_0", "Q4_K_M"):
+        source = files(source, tmp_path, kind, llama=sys.executable).cbatch_path
+        gates.append(read_gguf(source).tensors["blk.1.ffn_gate.weight"])
+    one, other = (gate.dequantised(torch.float32).flatten() for gate in gates)
+    assert torch.cosine_similarity(one, other, dim=0) > 0.99 and gates[1].type.name == "Q4_K"
 
 
 # -- the command
@@ -200,7 +208,7 @@ def test_what_was_measured_is_printed_with_notes(
             raise ValueError("the demo cannot be converted")
         with failures.caught("vllm"):
             raise RuntimeError("no such device")
-        return rows_of(model.name, OUTPUT, 1, [system("cbatch")], [[2.0]])
+        return rows_of(model.name, OUTPUT, 1, [(system("cbatch"), [2.0])])
 
     monkeypatch.setattr(peers, "time_systems", time_systems)
     named = ["--peer", "openvino", "--openvino", "/o/python", "--skip-agreement"]
@@ -269,9 +277,8 @@ def test_a_file_is_turned_into_another_type(
 @pytest.mark.parametrize(
     ("family", "rope", "kind"),
     [
-        ("llama", "linear", F32),
         ("llama", "llama3", F32),
-        ("mistral", "default", Q8_0),
+        ("mistral", "linear", Q8_0),
         ("qwen3", "yarn", Q8_0),
     ],
 )
@@ -290,7 +297,7 @@ def test_a_directory_from_a_file_is_the_same_model(
     c, plain = one.config, RopeConfig(theta=one.config.rope.theta)
     frequencies, expected = (inverse_frequencies(x.config.rope, c.head_dim) for x in (one, other))
     assert torch.allclose(frequencies, expected, rtol=1e-5)
-    assert torch.equal(frequencies, inverse_frequencies(plain, c.head_dim)) == (rope == "default")
+    assert not torch.equal(frequencies, inverse_frequencies(plain, c.head_dim))
     assert msgspec.structs.replace(other.config, rope=plain) == msgspec.structs.replace(
         c, rope=plain, torch_dtype="bfloat16"
     )
@@ -305,7 +312,7 @@ def test_a_directory_from_a_file_is_the_same_model(
 # -- figures
 
 
-@pytest.mark.parametrize("tokens", [1, 24, 300, 1024])
+@pytest.mark.parametrize("tokens", [1, 300])
 def test_prompts_have_the_length_asked_for(tokens: int, model: ModelFormats) -> None:
     for source in (model, files("demo", Path("unused"))):
         prompts = make_prompts(source, tokens, 20)
@@ -335,7 +342,7 @@ def test_a_system_that_does_not_start_is_left_out() -> None:
     failures = Failures()
     with started([system("gone", "gone"), system("cbatch", nonsense=1)], failures) as workers:
         assert workers == []
-    assert "gone_worker" in failures.words["gone"]
+    assert "KeyError: 'gone'" in failures.words["gone"]
     assert "the worker of cbatch died" in failures.words["cbatch"]
     assert "missing" in failures.words["cbatch"]
 
@@ -345,7 +352,7 @@ def test_rows_are_medians_and_ratios_within_a_turn(
 ) -> None:
     systems = [system(name) for name in ("cbatch", "llama.cpp", "vllm")]
     values = [[20.0, 60.0, 10.0], [10.0, 40.0, 10.0], [5.0, 10.0, 2.0]]
-    own, llama, vllm = rows_of("m", OUTPUT, 8, systems, values)
+    own, llama, vllm = rows_of("m", OUTPUT, 8, list(zip(systems, values, strict=True)))
     assert (own["value"], own["min"], own["max"]) == (20.0, 10.0, 60.0)
     assert (own["to_peer"], own["to_min"], own["to_max"]) == (1.5, 1.0, 2.0)
     assert llama["to_peer"] == 1.0 and llama["ours_to_it"] == 1.5

@@ -3,16 +3,17 @@ figures of the other systems are kept."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
 from bench import stalls
+from tests.bench.load.scripted import DONE, Exchange, scripted
 
 WORDS = "max_tokens: 6000 is too large for the context"
 SMALL = ["--streams=2", "--prompts=2", "--prompt-tokens=7", "--every=0", "--repeats=2"]
@@ -29,67 +30,44 @@ WRONG = {  # by what a system does wrong: its words
 }
 
 
-class Fake(BaseHTTPRequestHandler):
-    """A server whose URL says what it does wrong, if anything."""
+LENGTHS: set[int] = set()  # of the prompts that a server got
 
-    prompts: list[object] = []
 
-    def log_message(self, *_: object) -> None: ...
-
-    def do_GET(self) -> None:
-        self._send(401 if self.server.wrong == "key" else 200, {"data": [{"id": "m"}]})  # type: ignore[attr-defined]
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        wrong, is_prompt = self.server.wrong, isinstance(body["prompt"], list)  # type: ignore[attr-defined]
-        if wrong == "streams" or (wrong == "prompts" and is_prompt):
-            return self._send(400, {"error": {"message": WORDS}})
-        if is_prompt:
-            self.prompts.append(body["prompt"])
-        self.send_response(200)
-        self.end_headers()
-        try:
-            for number in range(body["max_tokens"]):
-                if wrong == "event" and number == 60:
-                    self.wfile.write(b'data: {"error": {"message": "%b"}}\n\n' % WORDS.encode())
-                    return None
-                if wrong == "short" and number == 60:
-                    break
-                self.wfile.write(b'data: {"choices": [{"text": "a"}], "error": null}\n\n')
-                time.sleep(0.001)
-            self.wfile.write(b"data: [DONE]\n\n")
-        except OSError:
-            pass
-        return None
-
-    def _send(self, status: int, content: object) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
+async def script(wrong: str, exchange: Exchange) -> None:
+    """Answer as a server that does something wrong, if `wrong` is not empty."""
+    body = exchange.body
+    if not body:
+        status = "401 Unauthorized" if wrong == "key" else "200 OK"
+        return await exchange.whole(b'{"data": [{"id": "m"}]}', status)
+    if wrong == "streams" or (wrong == "prompts" and isinstance(body["prompt"], list)):
+        refusal = json.dumps({"error": {"message": WORDS}}).encode()
+        return await exchange.whole(refusal, "400 Bad Request")
+    if isinstance(body["prompt"], list):
+        LENGTHS.add(len(body["prompt"]))
+    await exchange.begin()
+    for _ in range(60 if wrong in ("event", "short") else body["max_tokens"]):
+        await exchange.event(b'data: {"choices": [{"text": "a"}], "error": null}\n\n')
+        await asyncio.sleep(0.001)
+    if wrong == "event":
+        await exchange.event(b'data: {"error": {"message": "%b"}}\n\n' % WORDS.encode())
+    await exchange.event(DONE)
+    return await exchange.event(b"")
 
 
 @pytest.fixture
 def servers() -> Iterator[dict[str, str]]:
     """Return the targets of systems by what they do wrong; "" does nothing wrong."""
-    running = {}
-    for wrong in ("", "key", "streams", "prompts", "event", "short"):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
-        server.daemon_threads = True
-        server.handle_error = lambda *_: None  # type: ignore[method-assign]
-        server.wrong = wrong  # type: ignore[attr-defined]
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        running[wrong] = server
-    urls = {wrong: f"http://127.0.0.1:{each.server_port}" for wrong, each in running.items()}
-    yield urls | {"gone": "http://127.0.0.1:9", "command": "/no/such {port}", "dies": DIES}
-    for server in running.values():
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as stack:
+        urls = {
+            wrong: stack.enter_context(scripted(partial(script, wrong))).endpoint.url
+            for wrong in ("", "key", "streams", "prompts", "event", "short")
+        }
+        yield urls | {"gone": "http://127.0.0.1:9", "command": "/no/such {port}", "dies": DIES}
 
 
 def test_servers_that_refuse_are_left_out(
     servers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Fake.prompts.clear()
     bad = [f"{wrong}={servers[wrong]}" for wrong in WRONG]
     with pytest.raises(SystemExit, match=", ".join(WRONG) + "$"):
         stalls.main([*bad, f"good={servers['']}", *SMALL])
@@ -101,8 +79,7 @@ def test_servers_that_refuse_are_left_out(
     (line,) = [each for each in out.splitlines() if each.startswith("{")]
     (row,) = json.loads(line)["results"]
     assert row["system"] == "good" and row["prompts_s"] > 0 and row["longest_to_first"] == 1
-    lengths = {len(prompt) for prompt in Fake.prompts}  # type: ignore[arg-type]
-    assert lengths == {7}, "as asked for"
+    assert {7} == LENGTHS, "as asked for"
 
 
 def test_what_was_measured_before_a_failure_counts(

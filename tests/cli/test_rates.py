@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.load.cli.workload import Workload
-from bench.load.run.options import LoadOptions, OfferedLoad
+from bench.load.run.options import LoadOptions, OfferedLoad, Workload
 from cbatch.cli.main import make_parser
 from cbatch.cli.settings import read_settings
 from sim.workload.distributions import parse_arrivals, parse_lengths

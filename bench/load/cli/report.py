@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from itertools import product, zip_longest
+import csv
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-from rich.table import Table
+import numpy as np
 
-from bench.load.run.report import read_records, read_reports
-from cbatch.cli.console import TextConsole
+from bench.load.client.http import TimedCall
+from bench.load.run.measure import read_times, records
+from bench.load.run.report import (
+    MeasuredRecord,
+    ServerSample,
+    number_columns,
+    read_records,
+    read_reports,
+)
+from bench.load.run.sweep import Point
+from bench.report import print_table
 from cbatch.cli.output import add_json_option, print_figures, print_line, require_place
 from cbatch.core.request.errors import FieldError
-from sim.report.display import LABELS
 from sim.report.page.view import PageCollector, RunView, write_page
 from sim.report.report import Report
+from sim.report.timeline import INTERVALS, Series
 from sim.workload.traces.files import read_whole
-
-RATES = (
-    ("requests that finished", "requests"),
-    ("duration, s", "duration_s"),
-    ("requests/s", "requests_per_s"),
-    ("output tokens/s", "output_tokens_per_s"),
-    ("computed prompt tokens/s", "prompt_tokens_per_s"),
-)
-SPREADS = ("ttft_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "queue_s")
-STATISTICS = ("mean", "p50", "p90", "p99")
-Row = tuple[str, float | None, float | None]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,21 +63,21 @@ def run(args: argparse.Namespace) -> int:
         pairs = [(first[name], second[name]) for name in first if name in second]
     if not pairs:
         raise FieldError("A and B", "have no load in common", "sweep over the same loads")
-    console = TextConsole()
     results = []
     for pair in pairs:
-        table = Table(title=_title(*pair), title_justify="left")
-        table.add_column("")
-        for report, path in zip(pair, (args.first, args.second), strict=True):
-            table.add_column(f"{path.name}\n{report.kind}", justify="right")
-        table.add_column("B over A", justify="right")
-        measures = []
-        for name, one, other in compare(*pair):
-            change = None if not one or other is None else other / one - 1
-            cells = ("-" if value is None else f"{value:,.4g}" for value in (one, other))
-            table.add_row(name, *cells, "" if change is None else f"{change:+.1%}")
-            measures.append({"name": name, "a": one, "b": other, "difference": change})
-        console.print(table)
+        one, other = map(_figures, pair)
+        measures, rows = [], []
+        heads = [
+            f"{p.name}\n{r.kind}" for p, r in zip((args.first, args.second), pair, strict=True)
+        ]
+        heads[1] += " " * (heads[0] == heads[1])
+        for name in one | other:
+            a, b = one.get(name), other.get(name)
+            change = None if not a or b is None else b / a - 1
+            measures.append({"name": name, "a": a, "b": b, "difference": change})
+            over = "" if change is None else f"{change:+.1%}"
+            rows.append({"": name, heads[0]: a, heads[1]: b, "B over A": over})
+        print_table(_title(*pair), rows)
         results.append({"kinds": [report.kind for report in pair], "measures": measures})
     document = {"a": str(args.first), "b": str(args.second), "results": results}
     print_figures(document, args.json)
@@ -85,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_page(args: argparse.Namespace) -> int:
-    """Write a page that draws all reports on the same axes."""
     reports = [_read(path) for path in args.reports]
     require_place("--page", args.page)
     if args.records and len(args.records) != len(args.reports):
@@ -115,35 +114,19 @@ def run_page(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare(first: Report, second: Report) -> Iterator[Row]:
-    """Yield (name, first, second) for measures that a report has; times are in milliseconds."""
-    both = (first, second)
-
-    def pair(name: str, value: Callable[[Report], float | None]) -> Iterator[Row]:
-        one, other = map(value, both)
-        if (one, other) != (None, None):
-            yield name, one, other
-
-    for name, field in RATES:
-        yield name, getattr(first, field), getattr(second, field)
-    for field, statistic in product(SPREADS, STATISTICS):
-        spreads = [getattr(report, field) for report in both]
-        one, other = (
-            None if (value_s := getattr(spread, statistic)) is None else 1e3 * value_s
-            for spread in spreads
-        )
-        if (one, other) != (None, None):
-            yield f"{LABELS[field]}, {statistic}", one, other
-    yield from pair(
-        "goodput, share of calls", lambda r: None if r.goodput is None else r.goodput.share
-    )
-    yield from pair("drafts accepted, share", acceptance)
-
-
-def acceptance(report: Report) -> float | None:
-    """Return the share of drafts that the simulation or the server accepted; None if unknown."""
+def _figures(report: Report) -> dict[str, float]:
+    """Return the numbers of a report by the names of its JSON; times are in seconds."""
+    figures = number_columns(report)
+    figures.pop("version")
     source = report.speculation or getattr(report, "server", None)
-    return None if source is None else source.acceptance
+    for name, part, field in (
+        ("goodput_share", report.goodput, "share"),
+        ("acceptance", source, "acceptance"),
+    ):
+        value = getattr(part, field, None)
+        if value is not None:
+            figures[name] = value
+    return figures
 
 
 def _read(path: Path) -> dict[str, Report]:
@@ -159,10 +142,95 @@ def _read(path: Path) -> dict[str, Report]:
 
 
 def _title(first: Report, second: Report) -> str:
-    """Return the settings that differ between two reports of the same kind."""
     differing = [
         f"{name}: {first.settings.get(name)} / {second.settings.get(name)}"
         for name in sorted({*first.settings, *second.settings})
         if first.settings.get(name) != second.settings.get(name) and first.kind == second.kind
     ]
     return "; ".join(differing) or f"{first.kind} and {second.kind}"
+
+
+def write_csv(path: Path, points: Sequence[Point]) -> None:
+    """Write the CSV file. Columns have the names of the JSON report; a spread has a column per
+    figure, such as `ttft_s.p50`. Missing values are empty."""
+    rows = []
+    for load, _, report in points:
+        row: dict[str, Any] = {**load.as_settings(), **number_columns(report)}
+        row["failed"] = sum(report.errors.values())
+        row["goodput_share"] = None if report.goodput is None else report.goodput.share
+        row |= {f"met.{name}": share for name, share in report.attainment.items()}
+        row["client_cpu_share"] = report.client.cpu_share
+        if report.server is not None:
+            row |= {f"server.{name}": n for name, n in number_columns(report.server).items()}
+        rows.append(row)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, fieldnames=list(dict.fromkeys(n for r in rows for n in r)))
+        table.writeheader()
+        table.writerows(rows)
+
+
+def write_points(path: Path, title: str, points: Sequence[Point]) -> None:
+    """Write a page with a run per load. A load that was run several times has no time series."""
+    views = []
+    for load, runs, report in points:
+        collector = PageCollector()
+        for record in records(runs):
+            if isinstance(record, MeasuredRecord):
+                collector(record)
+        series = series_of(runs[0].calls, runs[0].server_samples) if len(runs) == 1 else None
+        words = [f"{name} {n:g}" for name, n in load.as_settings().items() if n is not None]
+        views.append(collector.view(", ".join(words) or "trace", report, series))
+    write_page(path, title, views)
+
+
+def series_of(calls: Sequence[TimedCall], samples: Sequence[ServerSample] = ()) -> Series | None:
+    """Return series over time from the first scheduled send on, with linear interpolation between
+    `samples` of the server. None if no call succeeded, or if the run took no time."""
+    good = [call for call in calls if call.error is None]
+    if not good:
+        return None
+    first_s = min(call.scheduled_s for call in calls)
+    edges_s = np.linspace(first_s, max(call.end_s for call in good), INTERVALS + 1)
+    length_s = float(edges_s[1] - edges_s[0])
+    if length_s <= 0:
+        return None
+    names = ("drafted_tokens", "accepted_tokens", "prompt_tokens", "prefix_hit_tokens")
+    curves = [_curve(samples, name, edges_s) for name in names]
+    drafted, accepted, prompts, hits = (None if c is None else np.diff(c) for c in curves)
+    acceptance: list[float | None] = [None] * INTERVALS
+    if drafted is not None and accepted is not None:
+        pairs = zip(drafted.tolist(), accepted.tolist(), strict=True)
+        acceptance = [float(f"{a / d:.5g}") if d > 0 else None for d, a in pairs]
+    if prompts is not None:
+        prompts = np.maximum(prompts - (0.0 if hits is None else hits), 0.0) / length_s
+    stamps_s, tokens = read_times(good)
+    sent_s, end_s = np.array([(call.sent_s, call.end_s) for call in calls]).T
+    in_flight_s = [(np.clip(edge_s, sent_s, end_s) - sent_s).sum() for edge_s in edges_s]
+    middles_s = (edges_s[:-1] + edges_s[1:]) / 2
+    return Series(
+        first_s=first_s,
+        length_s=length_s,
+        running=_rounded(np.diff(in_flight_s) / length_s),
+        waiting=_rounded(_curve(samples, "waiting", middles_s)),
+        kv_share=_rounded(_curve(samples, "kv_share", middles_s)),
+        output_tokens_per_s=_rounded(np.histogram(stamps_s, edges_s, weights=tokens)[0] / length_s),
+        prompt_tokens_per_s=_rounded(prompts),
+        step_s=_rounded(None),
+        drafted_per_row=_rounded(None),
+        acceptance=acceptance,
+    )
+
+
+def _curve(samples: Sequence[ServerSample], name: str, at_s: np.ndarray) -> np.ndarray | None:
+    """Return a field of the samples at these times, or None if a value is missing."""
+    values = [getattr(sample, name) for sample in samples]
+    if not values or None in values:
+        return None
+    curve: np.ndarray = np.interp(at_s, [sample.at_s for sample in samples], values)
+    return curve
+
+
+def _rounded(values: np.ndarray | None) -> list[float | None]:
+    if values is None:
+        return [None] * INTERVALS
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
+from bench.load.client.http import CallError, Failure, LiveTally, TimedCall
 
 MAX_BYTES = 2**26  # largest event, or whole response
 MAX_TOKENS = 2**31  # larger token counts are ignored as invalid
@@ -44,8 +44,6 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class _Answer(msgspec.Struct, gc=False):
-    """JSON of an event, of a whole response, or of an error."""
-
     choices: list[_Choice] | None = None
     usage: Any = None
     error: Any = None
@@ -228,7 +226,6 @@ class AnswerReader:
         self._early.clear()
 
     def _count_chunk(self, tokens: int | None, now_s: float) -> None:
-        """Count a chunk with tokens; `tokens` is its usage."""
         call, new = self._call, 1
         if tokens is None:
             self._all_have_usage = False

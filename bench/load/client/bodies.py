@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bench.load.client.call import CHAT, COMPLETIONS, CallError, TimedCall
-from bench.load.client.http import HttpClient
+from bench.load.client.http import CHAT, COMPLETIONS, CallError, HttpClient, TimedCall
 from cbatch.core.request.errors import FieldError
 from sim.workload.tokens import mix
 from sim.workload.traces.files import read_whole
@@ -43,41 +42,29 @@ class PromptText(msgspec.Struct, frozen=True):
     chars_per_token: float
     ids: tuple[int, ...] | None = None
 
-    def text_of(self, key: int, tokens: int) -> str:
-        """Return a slice of about `tokens` tokens, at a position that depends on `key`."""
+    def cut(self, key: int, tokens: int, *, as_ids: bool = False) -> Any:
+        """Return a slice of about `tokens` tokens as text, or exactly as many ids, at a position
+        that depends on `key`."""
+        if as_ids and self.ids is not None:
+            return list(_cut(self.ids, key, tokens))
         return _cut(self.text, key, max(1, round(tokens * self.chars_per_token)))
 
-    def ids_of(self, key: int, tokens: int) -> list[int]:
-        """Return exactly `tokens` token ids, at a position that depends on `key`; needs `ids`."""
-        assert self.ids is not None
-        return list(_cut(self.ids, key, tokens))
-
-
-class PromptCutter:
-    """Makes prompts for requests that only have lengths and ids of shared blocks (`hash_ids`)."""
-
-    def __init__(self, corpus: PromptText, seed: int, *, as_ids: bool) -> None:
-        self._corpus, self._seed, self._as_ids = corpus, seed, as_ids
-
-    def prompt(self, index: int, request: TraceRequest) -> str | list[int]:
-        """Return the prompt, as text or token ids. Blocks with the same hash id have the same
-        tokens in all requests; the rest differs from request to request."""
-        hash_ids = request.hash_ids or ()
-        size = request.hash_block_tokens or 1
+    def prompt(
+        self, seed: int, index: int, request: TraceRequest, *, as_ids: bool = False
+    ) -> str | list[int]:
+        """Return the prompt of a request that has only lengths and ids of shared blocks. Blocks
+        with the same hash id have the same tokens in all requests; the rest differs."""
+        hash_ids, size = request.hash_ids or (), request.hash_block_tokens or 1
         shared_tokens = min(len(hash_ids) * size, request.prompt_tokens)
         pieces = [
-            (mix(self._seed, 2 * hash_id), min(size, shared_tokens - block * size))
+            (mix(seed, 2 * hash_id), min(size, shared_tokens - block * size))
             for block, hash_id in enumerate(hash_ids)
             if shared_tokens > block * size
         ]
         if shared_tokens < request.prompt_tokens:
-            pieces.append((mix(self._seed, 2 * index + 1), request.prompt_tokens - shared_tokens))
-        if self._as_ids:
-            return [token for piece in pieces for token in self._corpus.ids_of(*piece)]
-        return "".join(self._corpus.text_of(*piece) for piece in pieces)
-
-    def message(self, index: int, tokens: int) -> str:
-        return self._corpus.text_of(mix(self._seed, 2 * index + 1), tokens)
+            pieces.append((mix(seed, 2 * index + 1), request.prompt_tokens - shared_tokens))
+        cuts = [self.cut(*piece, as_ids=as_ids) for piece in pieces]
+        return [token for ids in cuts for token in ids] if as_ids else "".join(cuts)
 
 
 def load_text(path: Path | None) -> str:
@@ -123,7 +110,6 @@ async def open_corpus(client: HttpClient, model: str, text: str, *, chat: bool) 
 
 
 async def _ask(client: HttpClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of an answer. Raises an error of `_NO_ANSWER`."""
     status, raw = await client.request("POST", path, msgspec.json.encode(body))
     if status != 200:
         raise ValueError(f"{path} returned {status}")
@@ -183,12 +169,6 @@ class Bodies:
         if settings.ignore_eos:
             self._common["ignore_eos"] = True
         self._common |= settings.fields
-        self._ids: PromptCutter | None = None
-        self._texts: PromptCutter | None = None
-        if (corpus := settings.corpus) is not None:
-            self._texts = PromptCutter(corpus, settings.seed, as_ids=False)
-            if corpus.ids is not None and not settings.chat:
-                self._ids = PromptCutter(corpus, settings.seed, as_ids=True)
         # By session: messages so far, and their planned number of tokens.
         self._transcripts: dict[str, tuple[Messages, int]] = {}
 
@@ -200,9 +180,11 @@ class Bodies:
             fields |= item.fields
             fields |= self._prompt_fields(item.prompt, item.messages)
         elif session is None:
-            prompts = self._ids or self._texts
-            assert prompts is not None
-            fields |= self._prompt_fields(prompts.prompt(index, request))
+            corpus = self._settings.corpus
+            assert corpus is not None
+            as_ids = corpus.ids is not None and not self._settings.chat
+            prompt = corpus.prompt(self._settings.seed, index, request, as_ids=as_ids)
+            fields |= self._prompt_fields(prompt)
         else:
             fields |= self._turn(index, request, session)
         max_tokens = fields.get(MAX_COMPLETION_TOKENS, fields[MAX_TOKENS])
@@ -215,7 +197,6 @@ class Bodies:
         return Prepared(_encode(fields), call, session is not None)
 
     def add_answer(self, request: TraceRequest, text: str) -> None:
-        """Add the answer to a turn to its session's transcript."""
         if self._settings.conversations and request.session is not None:
             self._transcripts[request.session][0].append({"role": "assistant", "content": text})
 
@@ -231,12 +212,14 @@ class Bodies:
     def _turn(self, index: int, request: TraceRequest, session: str) -> dict[str, Any]:
         """Return the prompt of a turn. A later turn, which has a `think_s`, continues its session's
         transcript, always as text: answers come as text."""
-        assert self._texts is not None
+        corpus, seed = self._settings.corpus, self._settings.seed
+        assert corpus is not None
         messages, planned_tokens = self._transcripts.get(session, ([], 0))
         if request.think_s is None or not messages:
-            messages, message = [], self._texts.prompt(index, request)
+            messages, message = [], corpus.prompt(seed, index, request)
         else:
-            message = self._texts.message(index, max(1, request.prompt_tokens - planned_tokens))
+            tokens = max(1, request.prompt_tokens - planned_tokens)
+            message = corpus.cut(mix(seed, 2 * index + 1), tokens)
         messages.append({"role": "user", "content": message})
         self._transcripts[session] = messages, request.prompt_tokens + request.output_tokens
         if self._settings.chat:

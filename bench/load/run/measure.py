@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.load.client.call import TimedCall, TokenSource
+from bench.load.client.http import TimedCall, TokenSource
 from bench.load.run.drive import Part
 from bench.load.run.report import (
+    COUNTERS,
     ClientUse,
     Estimate,
     FailedRecord,
@@ -24,7 +25,6 @@ from bench.load.run.report import (
     ServerSample,
     Steady,
 )
-from bench.load.run.scrape import COUNTER_NAMES
 from bench.report import student95
 from cbatch.system.machine import describe_machine, describe_versions
 from sim.report.report import Goodput, Objectives, Refused, Spread
@@ -76,7 +76,25 @@ def records(runs: Sequence[LoadRun]) -> Iterable[MeasuredRecord | FailedRecord]:
     """Yield a record per call, run by run, in order of scheduled sends."""
     for number, run in enumerate(runs):
         for call in sorted(run.calls, key=lambda call: (call.scheduled_s, call.index)):
-            yield _record(number, call)
+            common: dict[str, Any] = {"index": call.index, "run": number, "sent_s": call.sent_s}
+            common |= {"arrival_s": call.scheduled_s, "session": call.session}
+            common["prompt_tokens"] = call.prompt_tokens
+            if call.error is not None:
+                error, detail = call.error.label, call.error.detail
+                yield FailedRecord(end_s=call.end_s, error=error, detail=detail, **common)
+                continue
+            yield MeasuredRecord(
+                output_tokens=call.output_tokens,
+                queue_s=0.0,
+                ttft_s=call.ttft_s,
+                tpot_s=call.tpot_s,
+                e2e_s=call.e2e_s,
+                prefix_hit_tokens=call.cached_tokens,
+                preemptions=0,
+                ttft_from_send_s=call.first_s - call.sent_s,
+                chunks=call.chunks,
+                **common,
+            )
 
 
 # -- inside
@@ -94,6 +112,8 @@ def _measure(
     server = _sum_counters([run.server for run in runs])
     if not cached_tokens and server is not None:
         cached_tokens = min(server.prefix_hit_tokens or 0, prompt_tokens)
+    fields = ("steps", "preemptions", "prefix_hit_tokens")
+    counted: dict[str, Any] = {name: getattr(server, name, None) for name in fields}
     load = _load(runs, duration_s)
     client = _client(runs, calls)
     failed = [(call, call.error) for call in calls if call.error is not None]
@@ -108,7 +128,16 @@ def _measure(
         settings=settings,
         requests=len(good),
         cut_requests=sum(call.ignore_eos and call.output_tokens < call.max_tokens for call in good),
-        refused=tuple(_refused(call) for call, error in failed if error.status in REFUSALS),
+        refused=tuple(
+            Refused(
+                index=call.index,
+                prompt_tokens=call.prompt_tokens,
+                output_tokens=call.max_tokens,
+                reason=error.detail,
+            )
+            for call, error in failed
+            if error.status in REFUSALS
+        ),
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -116,10 +145,8 @@ def _measure(
         prompt_tokens_per_s=rate(prompt_tokens - cached_tokens),
         output_tokens_per_s=rate(output_tokens),
         speculation=None,
-        steps=None if server is None else server.steps,
         mean_running=None,
-        preemptions=None if server is None else server.preemptions,
-        prefix_hit_tokens=None if server is None else server.prefix_hit_tokens,
+        **counted,
         sent=len(calls) + load["unfinished"],
         errors=dict(sorted(Counter(error.label for _, error in failed).items())),
         error_examples={error.label: error.detail for _, error in reversed(failed)},
@@ -139,27 +166,20 @@ def _measure(
     )
 
 
-def _refused(call: TimedCall) -> Refused:
-    return Refused(
-        index=call.index,
-        prompt_tokens=call.prompt_tokens,
-        output_tokens=call.max_tokens,
-        reason="" if call.error is None else call.error.detail,
-    )
-
-
 def _load(runs: Sequence[LoadRun], duration_s: float) -> dict[str, Any]:
-    """Return the fields of `Measured` about calls in flight and saturation."""
     windows = [_steady(run) for run in runs]
-    pairs = zip(runs, windows, strict=True)
-    saturated = [_is_saturated(run.calls, w) for run, w in pairs if run.open_loop and w is not None]
+    saturated = [
+        _is_saturated(run.calls, window)
+        for run, window in zip(runs, windows, strict=True)
+        if run.open_loop and window is not None
+    ]
     peak, busy_s = 0, 0.0
     for run in runs:
-        times_s = np.array([(c.end_s, c.sent_s) for c in run.calls]).reshape(-1, 2)
-        busy_s += float((times_s[:, 0] - times_s[:, 1]).sum())
+        end_s, sent_s = np.array([(c.end_s, c.sent_s) for c in run.calls]).reshape(-1, 2).T
+        busy_s += float((end_s - sent_s).sum())
         # A call that ends at the time when another is sent does not overlap it.
-        order = np.argsort(times_s.T.ravel(), kind="stable")
-        in_flight = np.cumsum(np.repeat([-1, 1], len(times_s))[order])
+        order = np.argsort(np.concatenate([end_s, sent_s]), kind="stable")
+        in_flight = np.cumsum(np.repeat([-1, 1], len(end_s))[order])
         peak = max(peak, int(in_flight.max(initial=0)))
     return {
         "unfinished": sum(part.unfinished for run in runs for part in run.parts),
@@ -185,18 +205,18 @@ def _steady(run: LoadRun) -> Steady | None:
         # Clients that start together also end together; from the second call on they are spread.
         start_s = max([start_s, *(c.end_s for c in calls if c.scheduled_s <= start_s)])
     inside = [call for call in calls if start_s <= call.scheduled_s < end_s]
+    succeeded = [call for call in calls if call.error is None]
     good = [call for call in inside if call.error is None]
     if len(inside) < MIN_CALLS or not good:
         return None
-    succeeded = [call for call in calls if call.error is None]
     stamps_s, tokens = read_times(succeeded)
     ended = sum(start_s <= call.end_s < end_s for call in succeeded)
+    came = float(tokens[(start_s <= stamps_s) & (stamps_s < end_s)].sum())
     return Steady(
         start_s=start_s,
         end_s=end_s,
         requests_per_s=ended / (end_s - start_s),
-        output_tokens_per_s=float(tokens[(start_s <= stamps_s) & (stamps_s < end_s)].sum())
-        / (end_s - start_s),
+        output_tokens_per_s=came / (end_s - start_s),
         **_latencies(good),
     )
 
@@ -218,7 +238,6 @@ def _is_saturated(calls: Sequence[TimedCall], steady: Steady) -> bool:
 
 
 def _times(good: Sequence[TimedCall]) -> dict[str, Any]:
-    """Return the fields of `Measured` about latencies and chunks."""
     # Gaps between successive reads of a call, and the tokens of the later read.
     several = [call for call in good if len(call.chunk_s) > 1]
     gap_s = np.concatenate([np.zeros(0), *(np.diff(np.asarray(c.chunk_s)) for c in several)])
@@ -251,7 +270,6 @@ def _spread(values: Iterable[float]) -> Spread:
 
 
 def _duration_s(run: LoadRun) -> float:
-    """Return the time from the first scheduled send to the last token, 0 if all calls failed."""
     ends = [call.end_s for call in run.calls if call.error is None]
     return max(ends) - min(call.scheduled_s for call in run.calls) if ends else 0.0
 
@@ -261,7 +279,7 @@ def _sum_counters(counters: Sequence[ServerCounters | None]) -> ServerCounters |
     known = [each for each in counters if each is not None]
     if not known or len(known) < len(counters):
         return None
-    values = {name: [getattr(each, name) for each in known] for name in COUNTER_NAMES}
+    values = {name: [getattr(each, name) for each in known] for name in COUNTERS.values()}
     totals = {name: None if None in each else sum(each) for name, each in values.items()}
     positions = itertools.zip_longest(*(each.accepted_by_position for each in known), fillvalue=0)
     return ServerCounters.of(totals, map(sum, positions))
@@ -278,8 +296,8 @@ def _goodput(
         missed = call.error is not None
         for name, own_s in zip(("ttft", "tpot", "e2e"), call.slo_s, strict=True):
             limit_s = getattr(defaults, f"{name}_s") if own_s is None else own_s
-            value_s = getattr(call, f"{name}_s")
             if limit_s is not None:
+                value_s = getattr(call, f"{name}_s")
                 is_met = call.error is None and (value_s is None or value_s <= limit_s)
                 met[name] = met.get(name, 0) + is_met
                 missed |= not is_met
@@ -287,14 +305,9 @@ def _goodput(
             good.append(call)
     if not calls or not duration_s or (objectives is None and not met):
         return {"goodput": None, "attainment": {}, "good_output_tokens_per_s": None}
-    goodput = Goodput(
-        objectives=defaults,
-        requests=len(good),
-        share=len(good) / len(calls),
-        requests_per_s=len(good) / duration_s,
-    )
+    count, share, rate = len(good), len(good) / len(calls), len(good) / duration_s
     return {
-        "goodput": goodput,
+        "goodput": Goodput(objectives=defaults, requests=count, share=share, requests_per_s=rate),
         "attainment": {name: count / len(calls) for name, count in met.items()},
         "good_output_tokens_per_s": sum(call.output_tokens for call in good) / duration_s,
     }
@@ -319,29 +332,41 @@ def _warnings(
     server: ServerCounters | None,
     saturated: bool | None,
 ) -> Iterable[str]:
-    if client.cpu_share > BUSY_SHARE:
-        yield (
+    late_ms, counted = 1e3 * (client.send_lag_s.p99 or 0.0), getattr(server, "output_tokens", None)
+    in_time = sum(call.sent_s - call.scheduled_s <= LATE_S for call in calls) / max(len(calls), 1)
+    seen = sum(call.output_tokens for call in calls)
+    whole = all(call.error is None for call in calls) and not any(run.interrupted for run in runs)
+    guessed = any(call.counted_by == "chunks" and call.error is None for call in calls)
+    for applies, words in (
+        (
+            client.cpu_share > BUSY_SHARE,
             f"the client used {client.cpu_share:.0%} of a core: the client, not the server, may be "
-            "the limit; use more --processes"
-        )
-    late_s = client.send_lag_s.p99 or 0.0
-    if late_s > LATE_S:
-        yield f"1 % of the calls were sent more than {late_s * 1e3:.0f} ms late: the client lags"
-    if calls and runs[0].open_loop:
-        in_time = sum(call.sent_s - call.scheduled_s <= LATE_S for call in calls) / len(calls)
-        if in_time < MIN_IN_TIME:
-            yield f"only {in_time:.1%} of the calls were sent in time: the load was too low"
-    if saturated:
-        yield "calls queue up: the server cannot keep up, and latencies grow with the run"
-    if any(call.counted_by == "chunks" and call.error is None for call in calls):
-        yield "the server counts no tokens: each chunk with output counts as one"
-    if any(part.gave_up for run in runs for part in run.parts):
-        yield "every call failed: sending was stopped"
-    counted = None if server is None else server.output_tokens
-    if counted is not None and calls and all(call.error is None for call in calls):
-        seen = sum(call.output_tokens for call in calls)
-        if counted != seen and not any(run.interrupted for run in runs):
-            yield f"the server counted {counted:,} output tokens, its answers {seen:,}"
+            "the limit; use more --processes",
+        ),
+        (
+            late_ms > 1e3 * LATE_S,
+            f"1 % of the calls were sent more than {late_ms:.0f} ms late: the client lags",
+        ),
+        (
+            calls and runs[0].open_loop and in_time < MIN_IN_TIME,
+            f"only {in_time:.1%} of the calls were sent in time: the load was too low",
+        ),
+        (
+            saturated,
+            "calls queue up: the server cannot keep up, and latencies grow with the run",
+        ),
+        (guessed, "the server counts no tokens: each chunk with output counts as one"),
+        (
+            any(part.gave_up for run in runs for part in run.parts),
+            "every call failed: sending was stopped",
+        ),
+        (
+            calls and whole and counted not in (None, seen),
+            f"the server counted {counted or 0:,} output tokens, its answers {seen:,}",
+        ),
+    ):
+        if applies:
+            yield words
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
@@ -349,29 +374,3 @@ def _estimate(values: Sequence[float]) -> Estimate:
     count, mean = len(values), float(np.mean(values))
     half = student95(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count)
     return Estimate(mean, mean - half, mean + half)
-
-
-def _record(run: int, call: TimedCall) -> MeasuredRecord | FailedRecord:
-    common: dict[str, Any] = {
-        "index": call.index,
-        "run": run,
-        "arrival_s": call.scheduled_s,
-        "sent_s": call.sent_s,
-        "prompt_tokens": call.prompt_tokens,
-        "session": call.session,
-    }
-    if call.error is not None:
-        error, detail = call.error.label, call.error.detail
-        return FailedRecord(end_s=call.end_s, error=error, detail=detail, **common)
-    return MeasuredRecord(
-        output_tokens=call.output_tokens,
-        queue_s=0.0,
-        ttft_s=call.ttft_s,
-        tpot_s=call.tpot_s,
-        e2e_s=call.e2e_s,
-        prefix_hit_tokens=call.cached_tokens,
-        preemptions=0,
-        ttft_from_send_s=call.first_s - call.sent_s,
-        chunks=call.chunks,
-        **common,
-    )

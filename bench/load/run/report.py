@@ -17,13 +17,17 @@ that a program reads both, and fields that only a client measures. Further defin
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-from bench.load.client.call import TokenSource
+from bench.load.client.http import CallError, HttpClient, TokenSource
 from sim.report.capacity import Capacity
 from sim.report.report import SCHEMA, VERSION, Record, Report, Spread
 
@@ -77,7 +81,6 @@ class ServerCounters(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, counts: dict[str, int | None], by_position: Iterable[int]) -> ServerCounters:
-        """Return the counters with the derived `acceptance` and `accepted_length` filled in."""
         names = ("drafts", "drafted_tokens", "accepted_tokens")
         drafts, drafted, accepted = (counts[name] for name in names)
         return cls(
@@ -105,8 +108,6 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(Report, frozen=True, kw_only=True):
-    """Report of one run, or of repeats that were pooled."""
-
     sent: int
     errors: dict[str, int]  # number of failed calls by label
     error_examples: dict[str, str]  # message of the first failure with each label
@@ -178,6 +179,20 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
 
+def number_columns(report: Report | ServerCounters) -> dict[str, float | int]:
+    """Return the numbers of a report, and the figures of its spreads, such as `ttft_s.p50`."""
+    columns: dict[str, float | int] = {}
+    for name in report.__struct_fields__:
+        value = getattr(report, name)
+        cuts = {name: value}
+        if isinstance(value, Spread):
+            cuts = {f"{name}.{cut}": getattr(value, cut) for cut in value.__struct_fields__[1:]}
+        for column, number in cuts.items():
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                columns[column] = number
+    return columns
+
+
 def read_reports(document: bytes) -> tuple[list[Report], list[str]]:
     """Return the reports of a document, and the names of their loads; a single report's name is
     empty. They are simulated or measured. Raises ValueError (also msgspec's) for other JSON."""
@@ -205,3 +220,116 @@ class _Header(msgspec.Struct):
     schema: str
     version: int
     kind: str = ""
+
+
+SCRAPE_EVERY_S = 1.0  # interval; a server may send no tokens while it writes the page.
+PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several prefixes have a metric, the first counts.
+Key = str | int  # name of a field in a report, or a draft position
+COUNTERS = {
+    "prompt_tokens_total": "prompt_tokens",
+    "generation_tokens_total": "output_tokens",
+    "spec_decode_num_drafts_total": "drafts",
+    "spec_decode_num_draft_tokens_total": "drafted_tokens",
+    "spec_decode_num_accepted_tokens_total": "accepted_tokens",
+    "num_preemptions_total": "preemptions",
+    "prefix_cache_hits_total": "prefix_hit_tokens",
+    "steps_total": "steps",
+}
+_GAUGES = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_share",
+}
+_POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
+_FIELDS = COUNTERS | _GAUGES
+
+
+class Scrape(NamedTuple):
+    at_s: float  # on the monotonic clock
+    values: dict[Key, float]
+
+
+async def scrape(client: HttpClient) -> Scrape | None:
+    """Return the server's metrics, or None if it has none."""
+    try:
+        status, page = await client.request("GET", "/metrics")
+        return Scrape(time.monotonic(), parse(page.decode())) if status == 200 else None
+    except (CallError, ValueError):
+        return None
+
+
+def parse(page: str) -> dict[Key, float]:
+    """Return the metrics of a page, summed over all labels except the draft position; `kv_share` is
+    a maximum instead. Raises ValueError if the page is not in Prometheus' format."""
+    by_prefix: dict[str, dict[Key, float]] = {prefix: {} for prefix in PREFIXES}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            prefix, _, name = sample.name.partition(":")
+            position = sample.labels.get("position") if name == _POSITIONS else None
+            key = _FIELDS.get(name) if position is None else int(position)
+            if prefix not in PREFIXES or key is None:
+                continue
+            total = by_prefix[prefix].get(key, 0.0)
+            is_share = key == "kv_share"
+            by_prefix[prefix][key] = max(total, sample.value) if is_share else total + sample.value
+    merged: dict[Key, float] = {}
+    for prefix in reversed(PREFIXES):
+        merged |= by_prefix[prefix]
+    return merged
+
+
+def difference(before: Scrape | None, after: Scrape | None) -> ServerCounters | None:
+    """Return the growth of counters between two scrapes. None if a scrape is missing, or if a
+    counter decreased because the server or its engine was restarted."""
+    if before is None or after is None or not after.values:
+        return None
+    counters = {key: n for key, n in after.values.items() if key not in _GAUGES.values()}
+    grown = {key: round(n - before.values.get(key, 0.0)) for key, n in counters.items()}
+    if min(grown.values(), default=0) < 0:
+        return None
+    counts = {field: grown.get(field) for field in COUNTERS.values()}
+    positions = sorted(key for key in grown if isinstance(key, int))
+    return ServerCounters.of(counts, (grown[position] for position in positions))
+
+
+def samples_of(scrapes: list[Scrape], start_s: float) -> tuple[ServerSample, ...]:
+    """Return the gauges of each scrape, and the growth of counters since the first. `start_s` is
+    the start of the run on the monotonic clock."""
+
+    def sample(at_s: float, values: dict[Key, float]) -> ServerSample:
+        fields: dict[str, float | None] = {}
+        for name in ServerSample.__struct_fields__[1:]:  # without `at_s`
+            fields[name] = values.get(name)
+            if name in COUNTERS.values() and name in values:
+                fields[name] = round(values[name] - scrapes[0].values.get(name, 0.0))
+        return ServerSample(at_s=at_s - start_s, **fields)  # type: ignore[arg-type]
+
+    return tuple(sample(*each) for each in scrapes)
+
+
+class Watcher:
+    """Context manager that scrapes a server's /metrics at its start, every `SCRAPE_EVERY_S`, and at
+    its end. `growth` is the growth of counters from the start to the end."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self.scrapes: list[Scrape] = []
+        self.growth: ServerCounters | None = None
+
+    async def __aenter__(self) -> Watcher:
+        first = await scrape(self._client)
+        self._task = asyncio.create_task(self._watch(first))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        if self.scrapes:
+            self.growth = difference(self.scrapes[0], await scrape(self._client))
+
+    async def _watch(self, latest: Scrape | None) -> None:
+        while latest is not None:
+            self.scrapes.append(latest)
+            await asyncio.sleep(SCRAPE_EVERY_S)
+            latest = await scrape(self._client)

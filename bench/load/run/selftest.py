@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,8 +14,7 @@ import msgspec
 
 from bench.load.client.bodies import BodySettings, Item
 from bench.load.client.http import Endpoint
-from bench.load.run.drive import PartPlan
-from bench.load.run.processes import event_loop_runner, run_parts, split
+from bench.load.run.drive import PartPlan, event_loop_runner, run_parts, split
 from bench.report import print_report
 from sim.workload.traces.request import TraceRequest
 
@@ -25,7 +22,6 @@ NEEDED_PER_S = 50_000  # chunks per second that a core should process.
 STREAMS = (64, 256)  # concurrent calls.
 CHUNKS, ROUNDS = 200, 6  # chunks per call, and calls per stream
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 def self_test(processes: int = 1) -> int:
@@ -86,8 +82,21 @@ def stub_server() -> Iterator[Endpoint]:
 
 
 def _serve(pipe: Connection) -> None:
+    chunks = _chunks()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = head.lower().partition(b"content-length:")[2].partition(b"\r")[0]
+                await reader.readexactly(int(length))
+                writer.write(_HEAD)
+                for chunk in chunks:
+                    await asyncio.sleep(0)  # let the other streams write
+                    writer.write(chunk)
+                    await writer.drain()
+
     async def serve() -> None:
-        server = await asyncio.start_server(partial(_answer, _chunks()), "127.0.0.1", 0)
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
         pipe.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
@@ -98,28 +107,12 @@ def _chunks() -> list[bytes]:
     """Return cbatch's response with `CHUNKS` tokens as HTTP chunks, an event each. The last chunk
     also has [DONE]."""
     common = {"id": f"cmpl-{'0' * 32}", "object": "text_completion", "created": 1, "model": "stub"}
+    choice: dict[str, Any] = {"index": 0, "text": " and so on", "seed": 1, "logprobs": None}
     chunks: list[bytes] = []
     for number in range(1, CHUNKS + 1):
         usage = {"prompt_tokens": 128, "completion_tokens": number, "total_tokens": 128 + number}
-        choice = {"index": 0, "text": " and so on", "seed": 1, "logprobs": None}
         choice["finish_reason"] = "length" if number == CHUNKS else None
         data = msgspec.json.encode(common | {"choices": [choice], "usage": usage})
         chunks.append(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
     chunks[-1] += b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
     return chunks
-
-
-async def _answer(
-    chunks: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """Answer the requests of a connection."""
-    with suppress(asyncio.IncompleteReadError, ConnectionError):
-        while True:
-            length = _LENGTH.search(await reader.readuntil(b"\r\n\r\n"))
-            assert length is not None
-            await reader.readexactly(int(length[1]))
-            writer.write(_HEAD)
-            for chunk in chunks:
-                await asyncio.sleep(0)  # let the other streams write
-                writer.write(chunk)
-                await writer.drain()

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from bench.load.client.bodies import BodySettings
-from bench.load.client.call import CallError, LiveTally
-from bench.load.client.http import Endpoint, HttpClient
-from bench.load.run.drive import PartPlan, ramped
+from bench.load.client.http import CallError, Endpoint, HttpClient
+from bench.load.run.drive import PartPlan, ramped, run_parts, split
 from bench.load.run.measure import LoadRun
 from bench.load.run.options import LoadOptions, OfferedLoad
-from bench.load.run.processes import run_parts, split
-from bench.load.run.report import Knee, Measured, Sweep
-from bench.load.run.scrape import Watcher
+from bench.load.run.report import Knee, Measured, Sweep, Watcher, samples_of
 from cbatch.core.request.errors import FieldError
 from sim.report.capacity import Capacity, Trial, rounds_needed, search_rates
 from sim.workload.tokens import mix
@@ -35,14 +32,6 @@ TOLERANCE = 0.05  # relative width of the interval that ends a search; repeats d
 SEARCH_RANGE = 64.0  # a search goes from 1/64 of the first rate to 64 times that rate
 
 
-class ProgressView(Protocol):
-    """Display of the progress of runs."""
-
-    def announce(self, load: str, phase: str) -> None: ...
-
-    def update(self, tally: LiveTally, now_s: float) -> None: ...
-
-
 class Runner:
     """Runs loads. Setting `stop` ends a run early, with the calls so far."""
 
@@ -54,7 +43,7 @@ class Runner:
         make_requests: Callable[[OfferedLoad, int], list[TraceRequest]],
         *,
         stop: asyncio.Event,
-        view: ProgressView,
+        view: Any,  # `announce` and `update` of a progress display
     ) -> None:
         self._options, self._endpoint, self._bodies = options, endpoint, bodies
         self._make_requests, self._stop, self._view = make_requests, stop, view
@@ -86,19 +75,18 @@ class Runner:
             client.close()
         return LoadRun(
             parts_run,
-            server=watcher.growth(),
-            server_samples=watcher.samples(parts_run[0].start_s),
+            server=watcher.growth,
+            server_samples=samples_of(watcher.scrapes, parts_run[0].start_s),
             interrupted=self._stop.is_set(),
             open_loop=plan.concurrency is None,
             ramp_s=self._options.ramp or 0.0,
         )
 
     def _plan(self, load: OfferedLoad, seed: int) -> PartPlan:
-        options = self._options
-        requests = self._make_requests(load, seed)
-        is_open = load.concurrency is None
-        if is_open and options.ramp:
-            requests = list(ramped(requests, options.ramp))
+        options, is_open = self._options, load.concurrency is None
+        requests, ramp_s = self._make_requests(load, seed), options.ramp or 0.0
+        if is_open and ramp_s:
+            requests = list(ramped(requests, ramp_s))
         if not requests:
             raise FieldError("--requests", "there is nothing to send", "ask for more")
         has_turns = any(request.think_s is not None for request in requests)
@@ -110,7 +98,7 @@ class Runner:
             total=len(requests),
             concurrency=load.concurrency,
             think_s=options.think or 0.0,
-            ramp_s=0.0 if is_open else options.ramp or 0.0,
+            ramp_s=0.0 if is_open else ramp_s,
             end_s=options.duration,
             cycle=options.requests is None and options.duration is not None,
             timeout_s=options.timeout,
@@ -122,16 +110,15 @@ class Runner:
         count = self._options.warmup
         requests = [plan.requests[i % len(plan.requests)] for i in range(count)]
         requests = [replace(r, session=None, think_s=None, hash_ids=None) for r in requests]
-        return replace(
-            plan,
+        return PartPlan(
+            endpoint=plan.endpoint,
+            bodies=plan.bodies,
             requests=tuple(requests),
             indices=tuple(range(WARMUP_INDEX, WARMUP_INDEX + count)),
             total=count,
             concurrency=min(WARMUP_CLIENTS, count, plan.concurrency or WARMUP_CLIENTS),
-            think_s=0.0,
-            ramp_s=0.0,
-            end_s=None,
-            cycle=False,
+            timeout_s=plan.timeout_s,
+            key=plan.key,
         )
 
 
@@ -203,7 +190,6 @@ async def _measure_next(
 
 
 def to_trial(rate_per_s: float, report: Measured, share: float) -> Trial:
-    """Return the result of a measured rate in the form that the search needs."""
     # Without a successful call there is no goodput.
     reached = 0.0 if report.goodput is None else report.goodput.share
     return Trial(
@@ -260,9 +246,7 @@ def knee_of(points: Sequence[Point]) -> Knee | None:
     """Return the knee of loads in ascending order; None for other orders. A rate with few
     random arrivals looks like a knee, so a knee of rates is `reached` only if calls piled up."""
     loads = [point.load.value for point in points]
-    if loads != sorted(set(loads)):
-        return None
-    knee = find_knee(loads, throughputs(points))
+    knee = find_knee(loads, throughputs(points)) if loads == sorted(set(loads)) else None
     by_rate = points[0].load.rate_per_s is not None
     if knee is not None and by_rate and not any(point.report.saturated for point in points):
         return replace(knee, reached=False)

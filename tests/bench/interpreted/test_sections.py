@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import ceilings, kernels, limits, steps, sweep
-from bench.gpu.cells import run_cells
-from bench.gpu.environment import Bench
+from bench.gpu import inputs, kernels, limits, sweep, timing
+from bench.gpu.cells import Bench
 from triton_kernels.attention import Heads
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -24,25 +23,25 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         return [1e-3, 1e-3, 1e-3]
 
     for module, names in (
-        (kernels, {"ATTENTION": ("3q1s20", "q5_2q1s33"), "LLAMA_8B_HEADS": HEADS, "VOCAB": 2048}),
-        (kernels, {"_STEPS": ((2, 1), (2, 0)), "_PRODUCT_ROWS": (3,)}),
-        (kernels, {"_WIDTH": 64, "_INTERMEDIATE": 96, "_compile": lambda _: {}}),
-        (ceilings, {"_BYTES": 1 << 16, "_EDGE": 16, "_PROGRAMS": 2}),
+        (kernels, {"ATTENTION": ("q5_2q1s33",), "LLAMA_8B_HEADS": HEADS, "VOCAB": 2048}),
+        (kernels, {"LOGITS": ("recorded",), "STEPS": ((1, 1), (1, 0)), "PRODUCT_ROWS": (3,)}),
+        (kernels, {"WIDTH": 64, "INTERMEDIATE": 96, "compile_all": lambda _: {}}),
+        (timing, {"BYTES": 1 << 16, "EDGE": 16, "PROGRAMS": 2}),
         (sweep, {"HEADS": dict.fromkeys(limits.HEADS, HEADS), "resident_programs": lambda *_: 4}),
         (sweep, {"CANDIDATES": {64: [(16, 16, 4, 2, 3, False)], 16: []}}),
         (sweep, {"WORKLOADS": {16: {"3q1s20": 1.0}}}),
     ):
         for name, value in names.items():
             monkeypatch.setattr(module, name, value)
-    for module in (kernels, ceilings, sweep):
+    for module in (kernels, timing, sweep):
         monkeypatch.setattr(module, "time_calls", call_once)
 
 
-@pytest.mark.parametrize("section", [ceilings, kernels, sweep])
+@pytest.mark.parametrize("section", [timing, kernels, sweep])
 def test_every_cell_is_measured(section: Any, tmp_path: Path) -> None:
-    bench = Bench.open(tmp_path)
-    run_cells("s", section.cells(bench), bench.results)
-    rows = bench.results.of("s").values()
+    bench = Bench(tmp_path)
+    bench.measure("s", section.cells(bench))
+    rows = bench.of("s").values()
     assert len(rows) >= 2
     for row in rows:
         is_peer = row.get("implementation") in (kernels.VLLM, kernels.SDPA)
@@ -52,7 +51,7 @@ def test_every_cell_is_measured(section: Any, tmp_path: Path) -> None:
 def test_the_kernel_of_the_ceilings_reads_everything() -> None:
     words = torch.randint(-(1 << 31), 1 << 31, (6 * 64,), dtype=torch.int32)
     sums = torch.zeros(2, dtype=torch.int32)
-    ceilings.read_kernel[(2,)](words, sums, len(words), TILE=64)
+    timing.read_kernel[(2,)](words, sums, len(words), TILE=64)
     tiles = words.view(3, 2, 64)  # each program has every other tile
     assert torch.equal(sums, (tiles[0] ^ tiles[1] ^ tiles[2]).amax(dim=1))
 
@@ -60,8 +59,8 @@ def test_the_kernel_of_the_ceilings_reads_everything() -> None:
 def test_a_kernel_that_computes_something_else_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "MAX_ERROR", 1e-9)
-    cells = kernels.cells(Bench.open(tmp_path))
+    monkeypatch.setattr(inputs, "MAX_ERROR", 1e-9)
+    cells = kernels.cells(Bench(tmp_path))
     cell = next(cell for cell in cells if cell.key.startswith("attention"))
     with pytest.raises(ArithmeticError, match="relative error"):
         cell.run()

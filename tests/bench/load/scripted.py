@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from bench.load.client.bodies import BodySettings, Item
-from bench.load.client.call import TimedCall
-from bench.load.client.http import Endpoint
+from bench.load.client.http import Endpoint, TimedCall
 from bench.load.run.drive import Part, PartPlan, drive
 from sim.workload.traces.request import TraceRequest
 

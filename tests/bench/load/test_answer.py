@@ -12,7 +12,7 @@ import pytest
 
 from bench.load.client import answer as answer_module
 from bench.load.client.answer import AnswerReader
-from bench.load.client.call import CallError, Failure, LiveTally, TimedCall
+from bench.load.client.http import CallError, Failure, LiveTally, TimedCall
 from tests.bench.load.scripted import DONE, chunk, usage
 
 
@@ -33,20 +33,6 @@ def summary(raw: bytes, cuts: Sequence[int] = ()) -> tuple[str, int, int, str, i
     edges = [0, *cuts, len(raw)]
     call, text = read([raw[a:b] for a, b in zip(edges, edges[1:], strict=False)])
     return text, call.prompt_tokens, call.output_tokens, call.counted_by, call.chunks
-
-
-def test_a_first_chunk_without_a_token_is_no_first_token() -> None:
-    pieces = [chunk("", 0), chunk("a", 1), chunk("", 2), chunk("b", 3, reason="stop"), DONE]
-    call, _ = read(pieces)
-    # The third chunk's usage counts a token without text yet: it came at that time.
-    assert call.chunk_s.tolist() == [1.0, 2.0, 3.0] and call.first_s == 1.0
-    assert call.tokens_by_read() == [1, 1, 1] and call.counted_by == "per chunk usage"
-
-
-def test_what_comes_in_one_read_came_at_once() -> None:
-    pieces = [chunk("a", 1) + chunk("b", 3), chunk("c", 4, reason="stop") + DONE]
-    call, _ = read(pieces)
-    assert call.tokens_by_read() == [3, 1] and call.chunks == 3
 
 
 @pytest.mark.parametrize(
@@ -151,6 +137,12 @@ FIRST_CHUNKS = {
     "hidden thoughts": ([empty(1), empty(2), chunk("a", 3)], [0, 1, 2], [1, 1, 1]),
     "no text at all": ([empty(1), empty(2), empty(3)], [0, 1, 2], [1, 1, 1]),
     "no text but usage": ([empty(3), empty(None)], [], []),
+    "a token without text": (
+        [chunk("", 0), chunk("a", 1), chunk("", 2), chunk("b", 3)],
+        [1, 2, 3],
+        [1, 1, 1],
+    ),
+    "several in one read": ([chunk("a", 1) + chunk("b", 3), chunk("c", 4)], [0, 1], [3, 1]),
 }
 
 
@@ -174,7 +166,6 @@ ODD = {
     "missing members": [{}, choice(), choice(delta={}), choice(delta={"content": "ab"}), COUNTED],
     "content in parts": [
         choice(delta={"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
-        choice(delta={"content": []}, finish_reason="stop"),
         COUNTED,
     ],
     "all of it again at the end": [
@@ -248,20 +239,17 @@ def test_errors_within_a_stream(name: str) -> None:
     assert caught.value.failure is Failure.REPORTED
 
 
-@pytest.mark.parametrize(
-    "cached",
-    [
-        {"prompt_tokens_details": {"cached_tokens": 4}},
-        {"prompt_tokens_details": None, "prompt_cache_hit_tokens": 4},
-        {"prompt_tokens_details": {"audio_tokens": 1, "cached_tokens": 4.0}},
-    ],
-)
 @pytest.mark.parametrize("streamed", [True, False])
-def test_cached_tokens_of_the_prompt(cached: dict[str, Any], streamed: bool) -> None:
-    counted = {"usage": {"prompt_tokens": 9, "completion_tokens": 1} | cached}
-    answer = choice(text="a", finish_reason="stop") | counted
-    call, _ = read(data(answer) if streamed else [json.dumps(answer).encode()], streamed=streamed)
-    assert (call.prompt_tokens, call.cached_tokens) == (9, 4)
+def test_cached_tokens_of_the_prompt(streamed: bool) -> None:
+    for cached in (
+        {"prompt_tokens_details": {"audio_tokens": 1, "cached_tokens": 4.0}},
+        {"prompt_tokens_details": None, "prompt_cache_hit_tokens": 4},
+    ):
+        counted = {"usage": {"prompt_tokens": 9, "completion_tokens": 1} | cached}
+        answer = choice(text="a", finish_reason="stop") | counted
+        pieces = data(answer) if streamed else [json.dumps(answer).encode()]
+        call, _ = read(pieces, streamed=streamed)
+        assert (call.prompt_tokens, call.cached_tokens) == (9, 4)
 
 
 @pytest.mark.parametrize(

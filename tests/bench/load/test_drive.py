@@ -113,24 +113,3 @@ def test_nothing_but_failures_ends_a_run() -> None:
     report = measure([LoadRun([part])], settings={})
     assert report.requests == 0 and report.errors == {"status 503": len(part.calls)}
     assert report.output_tokens_per_s is None and report.ttft_s.p50 is None
-
-
-def test_an_interruption_leaves_what_was_measured() -> None:
-    async def slow_after_three(exchange: Exchange) -> None:
-        if exchange.number >= 3:
-            await asyncio.sleep(60)
-        await answer_well(exchange)
-
-    async def run(endpoint: Any) -> driving.Part:
-        stop, made = asyncio.Event(), plan(endpoint, count=9, concurrency=2)
-        driven = driving.drive(made, start_s=time.monotonic(), stop=stop)
-        running = asyncio.create_task(driven)
-        while len(server.bodies) < 5:
-            await asyncio.sleep(0.005)
-        stop.set()
-        return await running
-
-    with scripted(slow_after_three) as server:
-        part = asyncio.run(run(server.endpoint))
-    assert len(part.calls) == 3 and part.unfinished == 2
-    assert measure([LoadRun([part], interrupted=True)], settings={}).sent == 5

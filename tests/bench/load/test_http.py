@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.load.client.call import TimedCall
-from bench.load.client.http import Endpoint
+from bench.load.client.http import Endpoint, TimedCall
 from cbatch.core.request.errors import FieldError
 from tests.bench.load.scripted import (
     DONE,

@@ -9,20 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.load.client.call import CallError, Failure, TimedCall
+from bench.load.cli.report import series_of
+from bench.load.client.http import CallError, Failure, TimedCall
 from bench.load.run.drive import Part
-from bench.load.run.files import series_of
-from bench.load.run.measure import LoadRun, measure, records
+from bench.load.run.measure import LoadRun, measure
 from bench.load.run.report import (
-    FailedRecord,
-    Measured,
+    COUNTERS,
     ServerCounters,
     ServerSample,
     Sweep,
     read_reports,
 )
-from bench.load.run.scrape import COUNTER_NAMES
-from sim.report.report import Objectives, Record, Report, to_json
+from sim.report.report import Objectives, Report, to_json
 
 
 def make_calls(seed: int, count: int = 60, *, failing: float = 0.2) -> list[TimedCall]:
@@ -47,11 +45,30 @@ def run_of(calls: list[TimedCall], **more: Any) -> LoadRun:
     return LoadRun([Part(calls, 0, False, 0.5, 10.0)], **more)
 
 
-OBJECTIVES = Objectives(ttft_s=0.6, tpot_s=0.2)
+def test_the_prompt_rate_counts_tokens_that_were_computed() -> None:
+    calls = make_calls(1)
+    good = [call for call in calls if call.error is None]
+    prompts = sum(call.prompt_tokens for call in good)
+
+    def computed(**more: Any) -> float:
+        report = measure([run_of(calls, **more)], settings={})
+        assert report.prompt_tokens_per_s is not None and report.prompt_tokens == prompts
+        return report.prompt_tokens_per_s * report.duration_s
+
+    assert computed() == pytest.approx(prompts)
+    counts = dict.fromkeys(COUNTERS.values(), None) | {"prefix_hit_tokens": 7}
+    server = ServerCounters.of(counts, ())
+    assert computed(server=server) == pytest.approx(prompts - 7), "by the server's metrics"
+    for call in calls:
+        call.cached_tokens = call.prompt_tokens // 2
+    by_usage = sum(-(-call.prompt_tokens // 2) for call in good)
+    assert computed(server=server) == pytest.approx(by_usage), "by the usage of calls"
 
 
-def recount(calls: list[TimedCall], report: Measured) -> None:
-    """Compute the figures of `sim.report.report` naively, by their definitions."""
+def test_figures_are_those_of_their_definitions() -> None:
+    """They are recounted naively, from random calls."""
+    calls = make_calls(0)
+    report = measure([run_of(calls)], settings={}, objectives=Objectives(ttft_s=0.6, tpot_s=0.2))
     good = [call for call in calls if call.error is None]
     end_s = max(call.chunk_s[-1] for call in good)
     duration_s = end_s - min(call.scheduled_s for call in calls)
@@ -83,36 +100,11 @@ def recount(calls: list[TimedCall], report: Measured) -> None:
     assert (report.goodput.requests, report.goodput.share) == (met, met / len(calls))
 
 
-def test_the_prompt_rate_counts_tokens_that_were_computed() -> None:
-    calls = make_calls(1)
-    good = [call for call in calls if call.error is None]
-    prompts = sum(call.prompt_tokens for call in good)
-
-    def computed(**more: Any) -> float:
-        report = measure([run_of(calls, **more)], settings={})
-        assert report.prompt_tokens_per_s is not None and report.prompt_tokens == prompts
-        return report.prompt_tokens_per_s * report.duration_s
-
-    assert computed() == pytest.approx(prompts)
-    counts = dict.fromkeys(COUNTER_NAMES, None) | {"prefix_hit_tokens": 7}
-    server = ServerCounters.of(counts, ())
-    assert computed(server=server) == pytest.approx(prompts - 7), "by the server's metrics"
-    for call in calls:
-        call.cached_tokens = call.prompt_tokens // 2
-    by_usage = sum(-(-call.prompt_tokens // 2) for call in good)
-    assert computed(server=server) == pytest.approx(by_usage), "by the usage of calls"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_figures_are_those_of_their_definitions(seed: int) -> None:
-    calls = make_calls(seed)
-    report = measure([run_of(calls)], settings={}, objectives=OBJECTIVES)
-    recount(calls, report)
-
-
 def test_the_simulator_reads_it() -> None:
     calls = make_calls(9)
-    report = measure([run_of(calls)], settings={"a": 1}, objectives=OBJECTIVES)
+    report = measure(
+        [run_of(calls)], settings={"a": 1}, objectives=Objectives(ttft_s=0.6, tpot_s=0.2)
+    )
     document = to_json(report)
     read = msgspec.json.decode(document, type=Report)
     assert type(read) is Report and read.kind == "measured"
@@ -125,32 +117,6 @@ def test_the_simulator_reads_it() -> None:
     for wrong in (b'{"schema": "x", "version": 1}', b"[]", document.replace(b": 1,", b": 2,")):
         with pytest.raises(ValueError):
             read_reports(wrong)
-
-
-def test_records_are_the_simulator_s() -> None:
-    calls = make_calls(5)
-    lines = [msgspec.json.encode(record) for record in records([run_of(calls)])]
-    good = [line for line in lines if b'"error"' not in line]
-    by_index = {
-        record.index: record for record in (msgspec.json.decode(r, type=Record) for r in good)
-    }
-    assert sorted(by_index) == [call.index for call in calls if call.error is None]
-    for call in calls:
-        if call.error is None:
-            record = by_index[call.index]
-            assert (record.ttft_s, record.output_tokens) == (call.ttft_s, call.output_tokens)
-    failed = [msgspec.json.decode(line, type=FailedRecord) for line in lines if line not in good]
-    assert len(failed) + len(good) == len(calls)
-    assert {f.error for f in failed} == {"status 503", "status 400"}
-
-
-def test_errors_and_refusals() -> None:
-    calls = make_calls(1, 200)
-    report = measure([run_of(calls)], settings={})
-    failed = [call.error.status for call in calls if call.error is not None]
-    expected = {f"status {code}": failed.count(code) for code in (400, 503)}
-    assert report.errors == expected and min(expected.values()) > 0
-    assert len(report.refused) == expected["status 400"]
 
 
 def test_repeats_are_pooled_and_have_an_interval() -> None:

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bench.load.cli.workload import read_items
-from bench.load.client.bodies import PromptCutter, PromptText
-from bench.load.client.http import Endpoint, HttpClient
-from bench.load.run.drive import ClosedSessions, ramped
+from bench.load.client.bodies import PromptText
+from bench.load.client.http import Endpoint
+from bench.load.run.drive import ClosedSessions, ramped, split
 from bench.load.run.measure import measure
-from bench.load.run.options import OfferedLoad
-from bench.load.run.processes import split
-from bench.load.run.scrape import Scrape, Watcher, difference, parse
+from bench.load.run.options import OfferedLoad, read_items
+from bench.load.run.report import Scrape, difference, parse, samples_of
 from bench.load.run.sweep import Point, find_knee, is_flat, knee_of, throughputs
 from cbatch.core.request.errors import FieldError
 from sim.workload.arrivals import constant
@@ -85,12 +83,11 @@ def test_ramps() -> None:
 def test_prompts_share_what_their_names_share(as_ids: bool) -> None:
     text = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(5000))
     corpus = PromptText(text, 2.0, tuple(range(2500)) if as_ids else None)
-    prompts = PromptCutter(corpus, 1, as_ids=as_ids)
 
     def of(index: int, names: tuple[int, ...] | None, tokens: int) -> Any:
         named = {"hash_ids": names, "hash_block_tokens": names and 8}
         made = TraceRequest(arrival_s=0.0, prompt_tokens=tokens, output_tokens=1, **named)
-        return prompts.prompt(index, made)
+        return corpus.prompt(1, index, made, as_ids=as_ids)
 
     size = 1 if as_ids else 2  # of a token
     first, second, other = of(0, (5, 6, 7), 20), of(1, (5, 6, 9), 24), of(2, (4, 6), 16)
@@ -160,7 +157,10 @@ other:generation_tokens_total 999
 
 
 def test_counters_are_differences() -> None:
-    before, after = parse(PAGE.format(10, 1, 4, 2, 9)), parse(PAGE.format(110, 11, 34, 17, 3))
+    before, after = (
+        Scrape(100.0 + at, parse(PAGE.format(*values)))
+        for at, values in enumerate(((10, 1, 9, 2, 9), (110, 11, 39, 17, 3)))
+    )
     counters = difference(before, after)
     assert counters is not None
     assert (counters.output_tokens, counters.drafts, counters.drafted_tokens) == (100, 10, 30)
@@ -169,19 +169,12 @@ def test_counters_are_differences() -> None:
     assert counters.preemptions is None
     assert difference(after, before) is None  # it was restarted
     assert difference(None, after) is None and difference(before, None) is None
-
-
-def test_samples_of_a_server_have_its_gauges_and_the_growth_of_counters() -> None:
-    """The queue gets shorter: that is no counter that decreased."""
-    pages = [PAGE.format(10, 1, 9, 2, 9), PAGE.format(110, 11, 34, 17, 3)]
-    assert difference(*(parse(page) for page in pages)) is not None
-    watcher = Watcher(HttpClient(Endpoint("x", 1, False, "")))
-    watcher.scrapes = [Scrape(100.0 + at, parse(page)) for at, page in enumerate(pages)]
-    first, second = watcher.samples(99.5)
+    # Samples have gauges: the queue gets shorter, which is no counter that decreased.
+    first, second = samples_of([before, after], 99.5)
     assert (first.at_s, second.at_s) == (0.5, 1.5)
     assert (first.waiting, second.waiting) == (11, 5) and second.kv_share == 0.75
     assert (first.output_tokens, first.drafted_tokens) == (0, 0)
-    assert (second.output_tokens, second.drafted_tokens, second.accepted_tokens) == (100, 25, 15)
+    assert (second.output_tokens, second.drafted_tokens, second.accepted_tokens) == (100, 30, 15)
     assert second.running is None and second.prompt_tokens is None
 
 

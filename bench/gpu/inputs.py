@@ -1,17 +1,26 @@
-"""Inputs of kernels: ragged attention over scattered pages, and requests to verify or sample."""
+"""Inputs of kernels: ragged attention over scattered pages, requests to verify or sample, and
+logits that were recorded from SmolLM2-135M over a text.
+
+Random logits are nearly flat, so a nucleus holds half of the vocabulary. A model's logits are
+peaked: with temperature 0.8 and top_p 0.9 the nuclei of the recorded rows hold 1 to 874 tokens,
+half of them at most 9. Benchmarks time both. The rows are 15 tokens apart; of their sorted logits
+the first 64 are stored, and 136 others at ranks in geometric progression.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.gpu.limits import Query
-from bench.gpu.recorded_logits import recorded_logits
-from bench.gpu.timing import Call
+from bench.gpu.timing import Call, Query
 from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.sampling import noise
 from triton_kernels.attention import Heads, attention, attention_reference, plan
@@ -29,6 +38,9 @@ from triton_kernels.sampling import (
 _TABLE_MULTIPLE = 16  # entries of a table row, an alignment that kernels rely on
 _TOP_PS = {False: torch.inf, True: 0.9}
 MAX_ERROR = 2e-2  # relative, of an attention result
+_DATA = Path(__file__).parent / "data" / "recorded_logits.npz"
+ROWS, VOCAB = 64, 49_152  # of the recorded logits
+_FIXED_RANKS = 1024  # first ranks, whose logits are equal for every vocabulary
 
 
 class StepQueries(NamedTuple):
@@ -46,13 +58,6 @@ class StepQueries(NamedTuple):
     @property
     def scale(self) -> float:
         return float(self.heads.head_dim**-0.5)
-
-    def relative_error(self, result: Tensor) -> float:
-        """Return the norm of the error over that of the reference; NaN if any value is NaN."""
-        k, v = self.k_pages.float(), self.v_pages.float()
-        where = self.tables, self.starts, self.contexts
-        expected = attention_reference(self.q, k, v, *where, scale=self.scale).flatten(1)
-        return float((result.float() - expected).norm() / expected.norm())
 
 
 def make_step(
@@ -113,9 +118,42 @@ def check(call: Call) -> None:
     timed."""
     (step,), out = call.args, call.keywords["out"].fill_(torch.nan)
     call()
-    error = step.relative_error(out)
+    k, v, where = step.k_pages.float(), step.v_pages.float(), (step.tables, step.starts)
+    expected = attention_reference(step.q, k, v, *where, step.contexts, scale=step.scale).flatten(1)
+    error = float((out.float() - expected).norm() / expected.norm())
     if not error < MAX_ERROR:
         raise ArithmeticError(f"relative error {error:.1e}, {MAX_ERROR} allowed")
+
+
+@functools.cache
+def profiles(vocab: int) -> NDArray[np.float32]:
+    """Return the sorted logits of every recorded row, [ROWS, vocab], descending.
+
+    The first 1,024 ranks keep their logits; the others are stretched to the vocabulary. Raises
+    ValueError for a vocabulary of fewer than 2,048 tokens.
+    """
+    if vocab < 2 * _FIXED_RANKS:
+        raise ValueError(f"vocab: {vocab} tokens, at least {2 * _FIXED_RANKS} are needed")
+    rank = np.arange(vocab, dtype=np.float64)
+    stretch = (VOCAB - 1 - _FIXED_RANKS) / (vocab - 1 - _FIXED_RANKS)
+    rank[_FIXED_RANKS:] = _FIXED_RANKS + (rank[_FIXED_RANKS:] - _FIXED_RANKS) * stretch
+    with np.load(_DATA) as file:  # some ranks, from 0 to VOCAB - 1, and their logits by row
+        at, knots = np.log1p(rank), np.log1p(file["ranks"])
+        return np.stack([np.interp(at, knots, row) for row in file["logits"]]).astype(np.float32)
+
+
+def recorded_logits(
+    rows: int, vocab: int, *, device: torch.device | str = "cpu", seed: int = 0
+) -> Tensor:
+    """Return logits [rows, vocab] in bf16. Row i has the recorded profile i modulo 64, with its
+    tokens in random order."""
+    generator = torch.Generator(device).manual_seed(seed)
+    sorted_logits = torch.from_numpy(profiles(vocab)).to(device, torch.bfloat16)
+    logits = torch.empty((rows, vocab), dtype=torch.bfloat16, device=device)
+    for at in range(rows):
+        order = torch.randperm(vocab, generator=generator, device=device)
+        logits[at, order] = sorted_logits[at % ROWS]
+    return logits
 
 
 class VerifyCase(NamedTuple):

@@ -1,1 +1,0 @@
-"""Worker processes, one per system. The Python of a peer needs the peer, but not cbatch."""
