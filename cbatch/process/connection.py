@@ -13,7 +13,7 @@ import zmq.asyncio
 from cbatch.core.request.errors import FieldError, InputError
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Command, Event, StartFailed, decode_event, frames_of
-from cbatch.system.memory_limits import address_space_note
+from cbatch.system.heap import address_space_note
 
 TICK_S = 0.25  # interval of the checks for a hanging engine
 _DRAIN_MS = 20  # maximum wait for each remaining message of a dead engine

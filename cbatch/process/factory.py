@@ -26,8 +26,7 @@ class EngineFactory(msgspec.Struct, frozen=True):
 
     def __call__(self) -> EngineCore:
         from cbatch.engine.build import load_core
-        from cbatch.engine.ranks.executor import RankedExecutor
-        from cbatch.engine.ranks.group import end_engine
+        from cbatch.engine.ranks.group import RankedExecutor, end_engine
         from cbatch.steplog.recorder import StepRecorder
 
         configure_logs(self.log_format, logging.WARNING)

@@ -40,8 +40,7 @@ from cbatch.process.messages import (
 )
 from cbatch.process.monitor import Monitor
 from cbatch.process.spawn import NO_MEMORY, take_process
-from cbatch.system.heap import freeze_heap, trim_heap
-from cbatch.system.memory_limits import MEMORY_REMEDY, memory_problem
+from cbatch.system.heap import MEMORY_REMEDY, freeze_heap, memory_problem, trim_heap
 from cbatch.system.shares import SharedLimit
 
 MAX_GRAMMARS = 32  # compiled grammars kept at once; each may take tens of MiB

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-from cbatch.system.heap import share_malloc_arena
-from cbatch.system.memory_limits import memory_problem
+from cbatch.system.heap import memory_problem, share_malloc_arena
 
 _IMPORTS = "cbatch.process.engine_imports"
 NO_MEMORY = 112  # exit status of a process that has too little memory to report it

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from cbatch import LLM, SamplingParams
-from cbatch.cli.chat_session import ChatSession
+from cbatch.cli.chat import ChatSession
 from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
 from cbatch.llm import complete_all

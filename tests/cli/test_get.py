@@ -15,7 +15,7 @@ import pytest
 
 from cbatch.cli import get
 from cbatch.cli.get import get_model
-from cbatch.engine.packaged import PACKAGED, PackagedModel, packaged_path
+from cbatch.engine.model_files import PACKAGED, PackagedModel, packaged_path
 from cbatch.engine.progress import ProgressBar
 from tests.cli.conftest import Run
 from tests.cli.test_chat import running
@@ -159,7 +159,7 @@ def test_a_chat_on_a_terminal_offers_the_model(
     digest = hashlib.sha256(WHOLE).hexdigest()
     code = (
         "import sys; from cbatch.cli.main import main\n"
-        "from cbatch.engine.packaged import PACKAGED, PackagedModel\n"
+        "from cbatch.engine.model_files import PACKAGED, PackagedModel\n"
         "parts = {'weights-3==1.0': 'weights_3/piece.bin'}\n"
         f"PACKAGED['single'] = PackagedModel('s.gguf', {digest!r}, 1, parts)\n"
         "sys.exit(main(sys.argv[1:]))"

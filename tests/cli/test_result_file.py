@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli import result_file
-from cbatch.cli.jobs import Job
+from cbatch.cli import jobs
+from cbatch.cli.jobs import Job, ResultFile, ResultStream, open_results
 from cbatch.cli.main import main
-from cbatch.cli.result_file import ResultFile, ResultStream, open_results
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from tests.cli.conftest import Run
@@ -136,7 +135,7 @@ def test_a_file_that_another_run_has_replaced_is_not_written(
     path = tmp_path / "out.jsonl"
     with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
         results.write(line_of(JOBS[0]))
-    lock = result_file.lock_file
+    lock = jobs.lock_file
 
     def late(file: Any) -> bool:
         other = tmp_path / "other"
@@ -144,7 +143,7 @@ def test_a_file_that_another_run_has_replaced_is_not_written(
         other.replace(path)
         return lock(file)
 
-    monkeypatch.setattr(result_file, "lock_file", late)
+    monkeypatch.setattr(jobs, "lock_file", late)
     with pytest.raises(FieldError, match="another run writes to"):
         ResultFile(path, JOBS, resume=True)
     assert indices(path) == [0]

@@ -15,10 +15,10 @@ import pytest
 from msgspec.structs import replace
 
 from cbatch import SamplingParams
-from cbatch.cli import chat_session
-from cbatch.cli.chat_session import ChatSession
+from cbatch.cli import chat
+from cbatch.cli.chat import ChatSession
 from cbatch.cli.console import TextConsole
-from cbatch.cli.result_file import ResultStream
+from cbatch.cli.jobs import ResultStream
 from cbatch.engine.engine import Engine
 from cbatch.system.terminal import escaped, shown
 from cbatch.text.reply_reader import Thought
@@ -70,7 +70,7 @@ def test_answers_and_thoughts_of_a_chat_are_shown(
     pieces = [*((Thought(each), drafts) for each in text), *((each, drafts) for each in text)]
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(chat_session, "read_reply", lambda output, reader: pieces)
+    monkeypatch.setattr(chat, "read_reply", lambda output, reader: pieces)
     params = SamplingParams(max_tokens=1)
     session = ChatSession(make_engine(), FORMAT, params, TextConsole(stderr=True), None, drafts)
     session.say("hello")

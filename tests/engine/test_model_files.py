@@ -10,12 +10,13 @@ import pytest
 from cbatch import LLM, FinishReason, SamplingParams
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import (
+    PACKAGED,
+    PackagedModel,
     chat_template_of,
     find_model,
     gguf_of,
     tokenizer_of,
 )
-from cbatch.engine.packaged import PACKAGED, PackagedModel
 from cbatch.runtime.model import gguf_file
 from cbatch.text import TokenizerError
 from tests.gguf_files import Q8_0, convert, gguf_bytes

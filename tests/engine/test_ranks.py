@@ -16,8 +16,7 @@ import torch
 
 from cbatch import LLM, FieldError, SamplingParams, StructuredOutputs
 from cbatch.demo import demo_head, demo_paths, demo_prompts
-from cbatch.engine.ranks.executor import RankedExecutor
-from cbatch.engine.ranks.group import Ranks, RanksLostError
+from cbatch.engine.ranks.group import RankedExecutor, Ranks, RanksLostError
 from cbatch.runtime.cpu import executor as executor_module
 from tests.runtime.marks import needs_compiler
 from tests.test_llm import write_model

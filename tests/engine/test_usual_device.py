@@ -12,8 +12,8 @@ import torch
 from cbatch import LLM, EngineOptions, FieldError
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
-from cbatch.engine.backends import default_device
 from cbatch.engine.build import load_engine
+from cbatch.engine.model_files import default_device
 from cbatch.runtime.backend import Requirements
 
 DEFAULT = Requirements("a model", block_size=16)

@@ -12,9 +12,8 @@ from cbatch import FieldError
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
 from cbatch.server.protocol.fields import ApiRequest, PendingPrompt
 from cbatch.server.protocol.requests import parse_chat
-from cbatch.server.protocol.response_items import encrypted
 from cbatch.server.protocol.response_store import ResponseStore
-from cbatch.server.protocol.responses_request import parse_responses
+from cbatch.server.protocol.responses_request import encrypted, parse_responses
 from tests.server.http_client import MODEL, toy_model
 from tests.server.scripted import tokenizer_with
 

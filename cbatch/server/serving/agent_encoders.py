@@ -13,12 +13,13 @@ from msgspec import to_builtins
 
 from cbatch.server.protocol.anthropic_request import ANTHROPIC_NAMES
 from cbatch.server.protocol.errors import anthropic_error
-from cbatch.server.protocol.response_items import encrypted, qualified
 from cbatch.server.protocol.responses_request import (
     ENCRYPTED,
     REPEATED,
     RESPONSES_NAMES,
     ResponsesCall,
+    encrypted,
+    qualified,
 )
 from cbatch.server.serving.replies import PING, Replies, encode
 from cbatch.text.forced_tools import ToolCallPart

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from cbatch.server.protocol.logprobs import ChatLogprobs
 from cbatch.server.protocol.responses import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
+    ChatLogprobs,
     ChatMessage,
     Delta,
     FunctionCall,

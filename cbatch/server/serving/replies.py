@@ -15,17 +15,18 @@ from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.update_from_output import NO_TOKEN_MESSAGE
 from cbatch.server.protocol.errors import GenerationError, UnanswerableError
 from cbatch.server.protocol.fields import ApiRequest
-from cbatch.server.protocol.logprobs import CompletionLogprobs, prompt_logprobs
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.responses import (
     ChatChunkChoice,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionResponse,
     PromptDetails,
     PromptLogprobs,
     StreamChunk,
     TokenDetails,
     Usage,
+    prompt_logprobs,
 )
 from cbatch.server.protocol.translation import FieldNames
 from cbatch.server.serving.open_request import OpenRequest
