@@ -1,5 +1,5 @@
-"""What a model's files say: its path, tokenizer, chat template and sampling defaults, and the code and
-device that run it. Loads no weights."""
+"""What a model's files say: its path, tokenizer, template and sampling defaults, and the code
+and device that run it. Loads no weights."""
 
 from __future__ import annotations
 

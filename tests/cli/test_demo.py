@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cbatch import SamplingParams
 from cbatch.cli import demo_chat
-from cbatch.cli.lanes import Lanes
+from cbatch.cli.demo import Lanes
 from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine.engine import Engine
 from tests.cli.conftest import INFO, Run
