@@ -189,7 +189,6 @@ class ChatSession:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation in the form of OpenAI's API."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self._turns]
 

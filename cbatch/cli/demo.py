@@ -103,7 +103,6 @@ def _title(prompt: str) -> str:
 
 
 def _print_marked(console: Console, text: Text) -> None:
-    """Print the model's text, marked by a bar in the margin."""
     for line in text.split("\n", allow_blank=True):
         console.print(Text("│ ", style="green") + line)
 

@@ -146,7 +146,6 @@ def _complete(
 
 
 def _queue(batch: Batch[Job], job: Job, engine_seed: int | None) -> Completion | None:
-    """Add a job to the batch. Return the completion of a job that cannot run, else None."""
     if job.error is not None:
         return Completion("", (), None, error=job.error)
     return batch.add(job, job.prompt, job.seeded_params(engine_seed), priority=job.priority)

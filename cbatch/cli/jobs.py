@@ -189,7 +189,6 @@ class ResultFile:
         raise FieldError("--output", f"another run writes to {self._path}", remedy)
 
     def _is_current(self, file: IO[bytes]) -> bool:
-        """Return whether `self._path` still names this open file."""
         try:
             return os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
         except FileNotFoundError:

@@ -154,7 +154,6 @@ def fields_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
 
 
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Build a struct from values of settings. Raises `FieldError` naming the struct's field."""
     fields: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
         if _is_struct(info.type):
@@ -206,7 +205,6 @@ class Settings(Generic[T]):
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context manager that passes every `FieldError` raised in it through `named`."""
         try:
             yield
         except FieldError as error:
@@ -245,7 +243,6 @@ def read_settings(
 
 
 def settings_of(kind: type[T], values: Mapping[str, Any], where: str) -> Settings[T]:
-    """Read `values` of TOML types. Raises `FieldError`, which names `where` they come from."""
     return Settings(kind, [_of_mapping(values, fields_of(kind), where)])
 
 

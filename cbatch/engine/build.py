@@ -62,7 +62,6 @@ def load_engine(
     log: Callable[[Event], None] | None = None,
     kv_events: bool = False,
 ) -> tuple[Engine, EngineInfo]:
-    """Load a model and its draft into an `Engine`; see `load_core` for parameters and errors."""
     options = options or EngineOptions()
     core, info, tokenizer = load_core(model, draft, options, log=log, kv_events=kv_events)
     defaults: dict[str, Any] = {**info.sampling_defaults}
@@ -163,7 +162,6 @@ class Loaded(NamedTuple):
     def executor(
         self, config: SchedulerConfig, grammars: Grammars | None, default_params: SamplingParams
     ) -> Executor:
-        """Create the executor, which runs every plan on all ranks."""
         executor = self.models.executor(config, max_drafts(config), grammars, default_params)
         if self.ranks is None:
             return executor
@@ -172,7 +170,6 @@ class Loaded(NamedTuple):
             return RankedExecutor(executor, self.ranks)
 
     def batch_invariance(self) -> tuple[bool, str]:
-        """Run the test for batch invariance on all ranks."""
         with nullcontext() if self.ranks is None else self.ranks.on_all_ranks(Probe()):
             return self.models.batch_invariance()
 
@@ -210,7 +207,6 @@ def load_models(
 
 
 def trial_texts(vocab_size: int, tokenizer: TextTokenizer | None) -> TrialTexts:
-    """Return the token ids of the trial texts; without a tokenizer, one text of random tokens."""
     if tokenizer is None:
         tokens = np.random.default_rng(0).integers(0, vocab_size, _NUM_RANDOM_TOKENS)
         return (tuple(tokens.tolist()),)

@@ -58,7 +58,6 @@ class StepLoop:
         self.on_in_flight: Callable[[Collection[str]], None] | None = None
 
     def step(self) -> Commit | None:
-        """Run and commit a step, and try again after a fault. Return None if no step can run."""
         while True:
             try:
                 commit = self._run_step()
@@ -151,7 +150,6 @@ class StepLoop:
         self._num_faults = 0
 
     def _requests_of(self, plan: StepPlan) -> set[str]:
-        """Return the requests of a plan, except requests whose slot another sequence has now."""
         requests: set[str] = set()
         for slot, planned in zip(plan.slots.tolist(), plan.generations.tolist(), strict=True):
             generation, request_id = self._sequence_of_slot[slot]
@@ -190,7 +188,6 @@ class ThreadedExecutor:
         self._pending.append(self._worker.submit(self._run, plan))
 
     def wait(self) -> StepResult:
-        """Return the result of the oldest pending step; raise what the executor raised."""
         if not self._pending:
             raise RuntimeError("wait: no step was submitted; call submit(plan) first")
         return self._pending.popleft().result()

@@ -162,14 +162,11 @@ PACKAGED = {
 
 
 def packaged_path(name: str) -> Path | None:
-    """Return the place of a packaged model's file, which need not exist; None without a home."""
     folder = cache_folder("models")
     return None if folder is None else folder / PACKAGED[name].file
 
 
 def backend_of(device: str) -> Backend:
-    """Return the backend of a device such as "cuda:1". Raises `FieldError` for a name that is not
-    supported."""
     kind, colon, number = device.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not number.isdecimal()):
         raise FieldError("device", f"{device!r} is not supported", "use auto, cpu, cuda or cuda:1")
@@ -183,7 +180,6 @@ def backend_of(device: str) -> Backend:
 
 
 def default_device(needs: Requirements) -> str:
-    """Return the device for `device` "auto": the first that supports the engine's options."""
     return next(kind for kind in ("cuda", "cpu") if backend_of(kind).may_auto_select(needs))
 
 
@@ -225,8 +221,6 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
 
 
 def _own_impl(path: Path, options: EngineOptions) -> Impl:
-    """Return which of our two implementations supports the model. Raises `UnsupportedModelError` if
-    neither does."""
     config = load_config(path)
     if config.plain:
         return "own"
@@ -289,7 +283,6 @@ def _check_files_of(model: str | Path, field: str, options: EngineOptions) -> Mo
 
 
 def require_head_support(impl: Impl, *, head: Path | None) -> None:
-    """Raise `FieldError` if there is a `head` and the target's code does not support heads."""
     if head is not None and impl != "own":
         problem = f"a head ({head}) needs a target of Llama, Mistral, Qwen2 or Qwen3"
         raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")

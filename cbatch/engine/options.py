@@ -146,7 +146,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
 
     def shared_with(self, kind: Any) -> dict[str, Any]:
-        """Return the options that are also fields of `kind`, a struct or named tuple, by name."""
         names = getattr(kind, "__struct_fields__", None) or kind._fields
         return {name: getattr(self, name) for name in names if name in self.__struct_fields__}
 

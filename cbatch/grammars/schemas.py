@@ -72,7 +72,6 @@ class _Rewriter:
         return named
 
     def target(self, reference: str) -> Schema:
-        """Return the schema that a `$ref` names. Raises `FieldError`."""
         try:
             base, _, way = unquote(reference).partition("#/")
             schema = self._named[urljoin(self._base, base) if base.strip("#") else ""]
@@ -134,7 +133,6 @@ class _Rewriter:
     # ---- keywords that llguidance does not support ------------------------------------------
 
     def _replace_keywords(self, node: dict[str, Any], at: str, within: Schema) -> list[Schema]:
-        """Remove unsupported keywords from `node`, and return schemas that replace them."""
         clauses: list[Schema] = []
         context = [{k: v for k, v in node.items() if k not in ("oneOf", "not", "if")}, within]
         if "oneOf" in node:
@@ -161,8 +159,6 @@ class _Rewriter:
         return clauses
 
     def _exclusive(self, branches: list[Schema], at: str, *context: Schema) -> list[Schema]:
-        """Return the branches of a `oneOf`, each without the values of the others. All values are
-        also valid by `context`."""
         results: list[list[Schema]] = [[branch] for branch in branches]
         for pair in combinations(range(len(branches)), 2):
             if self._sets.empty(*(branches[number] for number in pair), *context):
@@ -177,12 +173,10 @@ class _Rewriter:
         return [{"allOf": parts} if parts[1:] else parts[0] for parts in results]
 
     def _possible_complements(self, schema: Schema, *context: Schema) -> list[Schema]:
-        """Return schemas of values that are invalid by `schema` and may be valid by `context`."""
         schemas = self._sets.complements(schema)
         return [each for each in schemas if not self._sets.empty(each, *context)]
 
     def _complement(self, schema: Schema, at: str, *context: Schema) -> Schema:
-        """Return the complement of `schema`. Raises `FieldError` if it is not known."""
         complements = self._possible_complements(schema, *context)
         if complements or self.rewrite(schema, at) in (True, {}):
             return {"anyOf": complements} if complements else False
@@ -334,7 +328,6 @@ def _of_types(types: frozenset[str]) -> list[Schema]:
 
 
 def _other_values(values: list[Any]) -> list[Schema]:
-    """Return schemas of the strings and booleans that are not among `values`."""
     texts = [value for value in values if isinstance(value, str)]
     truths = {value for value in values if isinstance(value, bool)}
     schemas: list[Schema] = [{"const": not truth} for truth in truths if len(truths) == 1]
@@ -354,7 +347,6 @@ def _other_than(texts: list[str]) -> str:
 
 
 def _property(parts: list[dict[str, Any]], name: str) -> Iterator[Schema]:
-    """Yield the schemas for property `name` of an object that is valid by all `parts`."""
     for part in parts:
         if name in part.get("properties", {}):
             yield part["properties"][name]

@@ -117,7 +117,6 @@ class EngineLink:
             on_event(decode_event(content))
 
     def close(self) -> Death:
-        """Release a dead engine's resources, and return how it ended."""
         death = self._engine.reap()
         self._socket.close()
         self.journal.close()
@@ -131,7 +130,6 @@ class EngineLink:
 
 
 def start_error(failure: StartFailed | None, cause: str) -> ValueError:
-    """Return the exception for a failed start."""
     if failure is not None and failure.field is not None and failure.remedy is not None:
         return FieldError(failure.field, failure.message, failure.remedy)
     if failure is None:

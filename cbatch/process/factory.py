@@ -53,7 +53,6 @@ class EngineFactory(msgspec.Struct, frozen=True):
 
 
 def _lasting(model: str | Path | None) -> str | None:
-    """Return a model's path from the root, or its name elsewhere."""
     if model is None or not Path(model).exists():
         return None if model is None else str(model)
     return str(Path(model).resolve())

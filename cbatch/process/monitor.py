@@ -45,7 +45,6 @@ class Monitor:
         self._steps.append(_StepArrays(plan, result.num_drafted.copy(), result.num_accepted.copy()))
 
     def due(self, now_s: float) -> bool:
-        """Return whether it is time for a snapshot."""
         return now_s >= self._due_s
 
     def on_sent(self, now_s: float, cpu_s: float) -> None:
@@ -71,7 +70,6 @@ class Monitor:
         return steps, num_steps
 
     def rows(self) -> tuple[SlotSnapshot, ...]:
-        """Return the requests in the lowest slots, at most `MAX_ROWS`."""
         state = self._scheduler.state
         table = state.table
         owners = [owner for owner in state.owners if owner is not None][:MAX_ROWS]

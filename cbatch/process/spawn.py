@@ -38,7 +38,6 @@ class SpawnedProcess:
             self._sender.send((function, *arguments))
 
     def close(self) -> None:
-        """Release the resources of a process that has ended."""
         self._sender.close()
         atexit.unregister(self.process.kill)
         self.process.close()
@@ -57,7 +56,6 @@ def early_process() -> Iterator[None]:
 
 
 def end_early_process() -> None:
-    """Kill the process that waits for an engine, if there is one."""
     while _early:
         unused = _early.pop()
         unused.process.kill()
@@ -66,7 +64,6 @@ def end_early_process() -> None:
 
 
 def take_process() -> SpawnedProcess:
-    """Return the process that waits for an engine, or a new one."""
     return _early.pop() if _early else SpawnedProcess()
 
 

@@ -55,7 +55,6 @@ def memory_bytes() -> int:
 
 
 def mib(size_bytes: int) -> str:
-    """Return a size as text, in MiB."""
     return f"{size_bytes / 2**20:,.0f} MiB"
 
 

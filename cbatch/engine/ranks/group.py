@@ -73,7 +73,6 @@ class _Health:
             self.on_lost(problem, killed_by)
 
     def watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Wait for a rank's process to end, and record its end as a problem."""
         status = process.wait()
         if status >= 0:
             return self.lose(f"rank {rank} ended with status {status}")
@@ -85,7 +84,6 @@ class Ranks:
     """The processes of ranks 1 .. size - 1. They end with this object, `close`, or this process."""
 
     def __init__(self, size: int, request: LoadRequest, tokenizer: str | None) -> None:
-        """Start the ranks and wait until all are ready. Raises `RanksLostError` if one fails."""
         import torch
 
         self.size = size
@@ -134,8 +132,6 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def on_lost(self, callback: OnLost) -> None:
-        """Set a callback for the loss of a rank. Another thread calls it at once with the problem
-        and the signal that killed the rank, if any."""
         self._health.on_lost = callback
         if self._health.problem is not None:
             callback(self._health.problem, self._health.killed_by)
@@ -164,7 +160,6 @@ class Ranks:
             raise self._lost() from error
 
     def expect_answer(self, expected: object) -> None:
-        """Receive each rank's answer. Raises `RanksLostError` if one differs from `expected`."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
                 answer = connection.recv()
@@ -188,7 +183,6 @@ class Ranks:
         return RanksLostError(message)
 
     def close(self) -> None:
-        """End the ranks' processes. Idempotent."""
         self._finalizer()
 
 

@@ -45,7 +45,6 @@ class MediaTypeError(FieldError):
 def error_body(
     message: str, kind: str, field: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error in OpenAI's format. `field` is the request's field at fault."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
@@ -93,7 +92,6 @@ def _in_format_of_api(handle: Handler) -> Handler:
 
 
 def formatted(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error's body in the format of the API that `path` belongs to."""
     return anthropic_error(status, body) if path.startswith(ANTHROPIC_PATH) else body
 
 
@@ -120,7 +118,6 @@ def _unanswerable(_: AnyRequest, error: UnanswerableError) -> ErrorResponse:
 
 
 def stream_error_body(error: Exception) -> dict[str, Any]:
-    """Return the body for an error that ends a stream."""
     if isinstance(error, UnanswerableError):
         return error_body(str(error), "invalid_request_error", str(error).partition(":")[0])
     if isinstance(error, GenerationError | ServiceError):
@@ -152,6 +149,5 @@ def _methods(request: AnyRequest) -> list[str]:
 
 
 def internal_error_body(error: Exception, path: str) -> dict[str, Any]:
-    """Log an internal error, and return a body that does not reveal it."""
     _logger.error("%s failed", path, exc_info=error)
     return error_body("the server failed; see its log", "server_error")

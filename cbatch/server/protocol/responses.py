@@ -273,7 +273,6 @@ def token_name(token_id: int, decode: Decode) -> str:
 def prompt_logprobs(
     entries: Iterable[TokenLogprob | None], decode: Decode
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return, for each prompt token, entries by token id: of the token and of the likeliest."""
     return [
         None
         if entry is None

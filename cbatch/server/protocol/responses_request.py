@@ -235,7 +235,6 @@ class InputItem(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def stored_items(items: list[InputItem], responses: KeyResponses) -> dict[int, bytes]:
-    """Return the stored items that references name, in JSON, by place. Raises `FieldError`."""
     texts = {
         at: responses.item(item.id or "", f"input[{at}].id")
         for at, item in enumerate(items)
@@ -272,7 +271,6 @@ def functions(
 def all_functions(
     tools: list[ResponsesTool], items: list[InputItem], num_earlier: int, skipped: list[str]
 ) -> list[dict[str, Any]]:
-    """Return `functions` of the tools, and of those that items bring along, as Codex sends them."""
     brought = {
         tool["function"]["name"]: tool
         for at, item in enumerate(items, -num_earlier)
@@ -286,7 +284,6 @@ def brought_tools(item: InputItem) -> list[ResponsesTool]:
 
 
 def qualified(namespace: str | None, name: str) -> str:
-    """Return the name that a chat has for a function of a namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -345,7 +342,6 @@ def _reply(messages: list[dict[str, Any]], *absent: str) -> dict[str, Any]:
 
 
 def _call(item: InputItem, kind: str) -> dict[str, Any]:
-    """Return a chat's call. A custom tool has a text as its only argument."""
     others = {"custom_tool_call": {"input": item.input}, "local_shell_call": item.action}
     name = qualified(item.namespace, item.name or kind.removesuffix("_call"))
     function = {"name": name, "arguments": others.get(kind, item.arguments)}

@@ -83,7 +83,6 @@ class Place:
         self._held = (0, 0, 0)  # choices, tokens, and those of the tokens that are a bound
 
     def hold(self, num_requests: int, num_tokens: int, num_bound: int = 0) -> None:
-        """Count these instead of the earlier numbers."""
         requests, tokens, bound = self._held
         self._held = (num_requests, num_tokens, num_bound)
         self._queue._requests.add(num_requests - requests, self._owner)
@@ -91,7 +90,6 @@ class Place:
         self._queue._bound_tokens += num_bound - bound
 
     def set_tokens(self, num_tokens: int) -> None:
-        """Set the true number of prompt tokens."""
         self.hold(self._held[0], num_tokens)
 
     def leave(self) -> None:
@@ -115,7 +113,6 @@ class AdmissionQueue:
         clock: Callable[[], float],
         stats: Callable[[], EngineMetrics | None] = lambda: None,
     ) -> None:
-        """`stats` returns the engine's latest statistics."""
         self._limits, self._clock, self._stats = limits, clock, stats
         self._requests = SharedLimit(limits.max_queued_requests, "requests")
         self._tokens = SharedLimit(limits.max_queued_prompt_tokens, "prompt tokens")
@@ -171,7 +168,6 @@ class AdmissionQueue:
     def overloaded(
         self, reason: str, problem: str, retry_after_s: int | None = None
     ) -> OverloadedError:
-        """Return a rejection, counted under `reason`."""
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
         retry_after_s = min(retry_after_s or self._retry_after_s(), MAX_RETRY_AFTER_S)
         return OverloadedError(f"{problem}; try again in {retry_after_s} s", retry_after_s)

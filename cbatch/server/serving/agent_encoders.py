@@ -86,7 +86,6 @@ class ReplyBlocks(list[ReplyBlock]):
 
 
 def named_event(name: str, /, **members: Any) -> bytes:
-    """Return a server-sent event whose data has the event's name as its type."""
     data = encode({"type": name, **members})
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 

@@ -124,7 +124,6 @@ class ChatEncoder:
 
 
 def _tool_call(part: ToolCallPart) -> ToolCall:
-    """Convert a piece that holds a complete call."""
     return ToolCall(part.id or "", FunctionCall(part.arguments, part.name or UNSET))
 
 

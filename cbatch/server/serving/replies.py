@@ -83,7 +83,6 @@ class Replies:
         self.has_token_data = has_logprobs or api_request.fields.return_token_ids
 
     def open(self, opened: OpenRequest) -> None:
-        """Add the next prompt. Call this for all prompts before any output."""
         self.opened.append(opened)
         self.prompt_tokens += len(opened.request.prompt)
         self.record.open(opened)
@@ -135,7 +134,6 @@ class Replies:
         return None if logprobs is None else prompt_logprobs(logprobs, self.model.decode)
 
     def prompt_ids(self, choice: ChoiceState) -> list[int] | UnsetType:
-        """Return the prompt's token ids for a choice's first chunk, if requested."""
         if choice.started or not self.api_request.fields.return_token_ids:
             return UNSET
         return list(choice.opened.request.prompt)
@@ -144,7 +142,6 @@ class Replies:
         return list(part.token_ids) if self.api_request.fields.return_token_ids else UNSET
 
     def common(self) -> dict[str, Any]:
-        """Return the fields that the complete responses of completions and chats share."""
         has_metrics = self.api_request.fields.return_metrics
         return {
             "id": self.api_request.id,
@@ -215,7 +212,6 @@ class ChunkEncoder:
     def encode(
         self, update: Update, part: CompletionChoice | ChatChunkChoice, **more: Any
     ) -> bytes:
-        """Return the event for a choice's part of one output."""
         choice, output, parts = update
         part.finish_reason = update.reason
         part.token_ids = self._replies.token_ids(output)
@@ -232,7 +228,6 @@ class ChunkEncoder:
         return StreamChunk(*head, choices, **more)
 
     def last_event(self) -> bytes:
-        """Return the end of the stream, with usage and metrics if requested."""
         replies = self._replies
         if not replies.api_request.include_usage:
             return _DONE
@@ -294,7 +289,6 @@ class CompletionEncoder:
         return "".join(text or "" for text in self._prompt_texts(choice))
 
     def _prompt_texts(self, choice: ChoiceState) -> list[str | None]:
-        """Return what each token of the prompt adds to the echoed text."""
         request, ids = self.replies.api_request, choice.opened.request.prompt
         prompt = request.prompts[choice.position]
         text = prompt if isinstance(prompt, str) else None
