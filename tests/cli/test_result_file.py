@@ -199,12 +199,3 @@ def test_a_file_that_was_changed_between_runs_is_rejected_unchanged(
     with pytest.raises(FieldError, match=f"--resume: {words}"):
         ResultFile(path, JOBS, resume=True)
     assert path.read_bytes() == before
-
-
-def test_a_lone_surrogate_is_escaped_as_in_json(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
-        results.write(line_of(JOBS[0], text="\ud800 ü"))
-    line = path.read_bytes()
-    assert b"\\ud800 " in line and "ü".encode() in line
-    assert json.loads(line)["choices"][0]["text"] == "\ud800 ü"
