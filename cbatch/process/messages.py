@@ -96,7 +96,7 @@ class SlotSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     without KV: 1 after prefill. The acceptance is None without an estimate."""
 
     slot: int
-    request_id: str
+    request_id: str | None  # wire id; for the page, the beginning of the public id
     prompt_tokens: int
     tokens: int
     num_uncomputed_tokens: int

@@ -3,6 +3,7 @@ open."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import NamedTuple
 
@@ -74,26 +75,17 @@ class Monitor:
         table = state.table
         owners = [owner for owner in state.owners if owner is not None][:MAX_ROWS]
         slots = np.array([owner.slot for owner in owners], dtype=np.intp)
-        acceptances = state.policy.estimated_acceptance(slots)
+        estimates = state.policy.estimated_acceptance(slots)
         columns = zip(
-            owners,
             slots.tolist(),
+            (owner.request.request_id for owner in owners),
+            (owner.num_prompt_tokens for owner in owners),
             table.num_tokens[slots].tolist(),
             table.num_uncomputed_tokens[slots].tolist(),
-            [None] * len(owners) if acceptances is None else acceptances,
+            [None] * len(owners) if estimates is None else [round(each, 3) for each in estimates],
             strict=True,
         )
-        return tuple(
-            SlotSnapshot(
-                slot,
-                owner.request.request_id,
-                owner.num_prompt_tokens,
-                tokens,
-                uncomputed,
-                acceptance,
-            )
-            for owner, slot, tokens, uncomputed, acceptance in columns
-        )
+        return tuple(itertools.starmap(SlotSnapshot, columns))
 
     def blocks(self) -> BlockMap:
         size, used, cached = self._scheduler.state.pool.occupancy(MAX_CELLS)

@@ -478,12 +478,6 @@ def test_settings_that_replicas_do_not_support_are_rejected_by_name(cbatch: Comm
         build({"min_replicas": 2, "max_replicas": 1})
 
 
-def test_every_variable_that_is_set_is_documented() -> None:
-    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace('"', "")
-    missing = {f"`{name}={value}`" for name, value in ray_serve.ENVIRONMENT.items()}
-    assert not {words for words in missing if words not in text}
-
-
 # ---- the collector of traces ---------------------------------------------------------------------
 
 

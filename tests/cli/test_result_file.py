@@ -67,21 +67,6 @@ def test_a_full_disk_leaves_complete_lines_and_the_run_can_be_resumed(tmp_path: 
     assert indices(path) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_full_disk_while_failures_are_removed_loses_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
-        results.write(line_of(JOBS[0]))
-        results.write(line_of(JOBS[1], error="the executor failed"))
-    before = path.read_bytes()
-    with disk_of(100), pytest.raises(FieldError, match="cannot be written"):
-        ResultFile(path, JOBS, resume=True)
-    assert path.read_bytes() == before and os.listdir(tmp_path) == ["out.jsonl"]
-    with contextlib.closing(ResultFile(path, JOBS, resume=True)) as results:
-        assert (results.done, results.num_failed) == ({0}, 1)
-        results.write(line_of(JOBS[1]))
-    assert indices(path) == [0, 1]
-
-
 @pytest.mark.parametrize("device", ["output", "stdout"])
 def test_a_full_device_is_reported_in_a_line(
     cbatch: Command, monkeypatch: pytest.MonkeyPatch, device: str

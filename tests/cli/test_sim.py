@@ -60,27 +60,6 @@ def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path
     assert ratio > 1.05 and f"×{ratio:.2f}" in run.out and "×1.00" in run.out
 
 
-def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> None:
-    path = tmp_path / "shared.jsonl"
-    blocks = {"hash_ids": (1, 2, 3), "hash_block_tokens": 16}
-    requests = (
-        TraceRequest(arrival_s=i * 1.0, prompt_tokens=48, output_tokens=2, **blocks)
-        for i in range(4)
-    )
-    write_requests(path, requests)
-    out = tmp_path / "out.json"
-    swept = ("--sweep", "enable-prefix-caching=on,off", "--json", out, "--processes", 1)
-    assert cbatch("sim", path, *CONSTANT, *swept).status == 0
-    assert [r["prefix_hit_tokens"] for r in json.loads(out.read_bytes())] == [3 * 32, 0]
-    with pytest.raises(SystemExit):
-        cbatch("sim", path, *CONSTANT, "--sweep")
-    refused = cbatch("sim", path, *CONSTANT, "--sweep", "scheduling-policy=fcfs;a,b")
-    assert (
-        refused.status == 2
-        and "--sweep scheduling-policy=a,b: 'a,b' is not allowed; use fcfs" in refused.err
-    )
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -192,12 +171,3 @@ def test_errors_about_bad_options(
 ) -> None:
     run = cbatch("sim", "capacity", slow, *SLOT_CONSTANT, *argv)
     assert run.status == 2 and words in run.err, run.err
-
-
-def test_traces_without_a_capacity_report_the_reason(cbatch: Command, tmp_path: Path) -> None:
-    at_once = write(tmp_path / "at_once.jsonl", 0.0)
-    run = cbatch("sim", "capacity", at_once, *SLOT_CONSTANT, "--slo", "ttft=1")
-    assert run.status == 2 and "all arrive at once" in run.err
-    too_long = write(tmp_path / "long.jsonl", 0.5, prompt_tokens=600)
-    run = cbatch("sim", "capacity", too_long, *SLOT_CONSTANT, "--slo", "ttft=1")
-    assert run.status == 2 and "none of its requests can run" in run.err

@@ -160,22 +160,6 @@ def test_errors_about_bad_options(
     assert run.status == 2 and words in run.err, run.err
 
 
-def test_the_pool_of_a_device_or_of_a_recorded_run(
-    cbatch: Command, trace: Path, tmp_path: Path
-) -> None:
-    card = ("--gpu", "RTX4090", "--pool", "vllm-0.19")
-    settings = cbatch("sim", trace, *card).lines[-1]["settings"]
-    assert settings["num_blocks"] == pytest.approx(2588, rel=0.03), "as in vLLM 0.19 on this GPU"
-    assert (settings["pool"], settings["gpu_memory_utilization"]) == ("vllm-0.19", 0.9)
-    longer = cbatch("sim", trace, *card, "--max-num-batched-tokens", 32768).lines[-1]["settings"]
-    assert longer["num_blocks"] < 0.6 * settings["num_blocks"], "the largest step needs more memory"
-    log = tmp_path / "vllm.log"
-    log.write_text("GPU KV cache size: 41,408 tokens\n", encoding="utf-8")
-    for device in (("--gpu", "H100"), ("--step-seconds", 0.1, "--max-model-len", 9000)):
-        settings = cbatch("sim", trace, *device, "--pool", log).lines[-1]["settings"]
-        assert (settings["num_blocks"], settings["pool"]) == (2588, "vllm.log")
-
-
 def run_as_recorded(path: Path, *argv: str) -> tuple[int, float | None]:
     """Return the settings of the simulated engine that no option sets."""
     parser = argparse.ArgumentParser()
@@ -341,18 +325,3 @@ def test_a_rate_is_in_requests_a_second(cbatch: Command, four_per_s: Path) -> No
         assert run.lines[-1]["settings"]["rate_scale"] == scale
         said = "is in requests per second; the trace has 4. To give a multiple of"
         assert (said in run.err) == ("--rate" in more), run.err
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--rate", 3, "--rate-scale", 2), "--rate-scale: would be ignored"),
-        (("--rate", "nan"), "--rate: nan is not allowed"),
-        (("--rate", 3, "--requests", 1), "--rate: the trace has no rate of its own"),
-    ],
-)
-def test_bad_rates_are_rejected(
-    cbatch: Command, four_per_s: Path, more: tuple[Any, ...], words: str
-) -> None:
-    run = cbatch("sim", four_per_s, *SMALL, *more)
-    assert run.status == 2 and words in run.err, run.err

@@ -179,13 +179,6 @@ def test_the_rest_is_what_it_would_have_been(depth, lookahead, known):
     assert resumed == (expected, 20 - known), "only the rest is generated"
 
 
-def test_another_prefix_gives_another_rest():
-    request = make_request("r", 9, seed=3, max_tokens=12)
-    expected, _ = finish(request)
-    wrong, _ = finish(request, [expected[0] ^ 1, *expected[1:5]])
-    assert wrong[5:] != expected[5:], "a wrong transcript would be seen"
-
-
 def test_a_resumed_request_goes_before_those_that_wait():
     world = World(make_config(max_num_seqs=1))
     world.add(make_request("waits", max_tokens=3))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cbatch import LLM, FinishReason, SamplingParams
+from cbatch import LLM, SamplingParams
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.model_files import (
     PACKAGED,
@@ -110,11 +110,6 @@ ENCODED = {
     "Việt Nam ĐẸP": [43298, 25275, 225, 100, 18620, 24488, 234, 31604, 133, 64],
 }
 # Greedy output of llama.cpp for the same file in fp32.
-WRITTEN = {
-    "What is the capital of France?": "The capital of France is Paris.",
-    "List three prime numbers > 100.": "1. 11\n2. 12\n\nThese are the only two prime numbers "
-    "that are greater than 100.",
-}
 
 
 @needs_smollm2
@@ -123,18 +118,6 @@ def test_smollm2_encodes_as_llama_cpp() -> None:
     for text, ids in ENCODED.items():
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-@needs_smollm2
-@pytest.mark.slow
-def test_smollm2_generates_the_same_text_as_llama_cpp() -> None:
-    template = chat_template_of("smollm2")
-    assert template is not None
-    prompts = [template.render([{"role": "user", "content": text}]) for text in WRITTEN]
-    llm = LLM("smollm2", dtype="float32", max_num_seqs=2, max_model_len=256, lookahead="off")
-    answers = llm.generate(prompts, SamplingParams(max_tokens=48, temperature=0))
-    assert [each.text for each in answers] == [*WRITTEN.values()]
-    assert {each.finish_reason for each in answers} == {FinishReason.STOP}
 
 
 # --- sampling defaults ----------------------------------------------------------------------------

@@ -136,25 +136,25 @@ class StreamChunk(msgspec.Struct):
     metrics: CallMetrics | UnsetType = UNSET
 
 
-class CompletionResponse(msgspec.Struct):
+class _Whole(msgspec.Struct, kw_only=True):
+    """What complete responses of completions and chats share."""
+
     id: str
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage
-    object: Literal["text_completion"] = "text_completion"
     metrics: CallMetrics | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
-    id: str
-    created: int
-    model: str
+class CompletionResponse(_Whole, kw_only=True):
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ChatCompletion(_Whole, kw_only=True):
     choices: list[ChatChoice]
-    usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
-    metrics: CallMetrics | UnsetType = UNSET
 
 
 class Tokenized(msgspec.Struct):
