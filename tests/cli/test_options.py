@@ -37,7 +37,7 @@ from cbatch.engine.unsupported import (
     without_neutral_fields,
 )
 from cbatch.server.serving.tracing import span_exporter
-from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
+from sim.cli.scenario import Scenario
 from tests.cli.conftest import Run, read_serve
 
 ROOT = Path(__file__).parents[2]
@@ -387,7 +387,6 @@ OTHERS = {
 }
 # The default engine of a simulation is on an H100, and values of a cost model or log come first:
 # the struct has None.
-OWN_DEFAULTS = {*ENGINE_DEFAULTS, "lookahead"}
 
 
 def actions(command: str) -> dict[str, argparse.Action]:
@@ -409,21 +408,6 @@ def test_the_same_option_has_one_name_and_one_help_text(one: str, other: str) ->
         assert (a.help or "").partition(" (default")[0] == (b.help or "").partition(" (default")[0]
         assert (a.metavar, a.choices, a.dest) == (b.metavar, b.choices, b.dest), flag
         assert {*a.option_strings} == {*b.option_strings}, flag
-
-
-@pytest.mark.parametrize("kind", [Scenario, LoadOptions, SamplingParams])
-def test_the_same_option_has_one_default(kind: Any) -> None:
-    """Defaults are compared as help shows them: `Scenario` has None where other settings decide,
-    and its help states the value."""
-    known = fields_of(ServeSettings) | fields_of(SamplingParams)
-    for name, setting in fields_of(kind).items():
-        same = known.get(name)
-        if same is None or f"--{name}" in OTHERS or setting.field in OWN_DEFAULTS:
-            continue
-        if kind is LoadOptions and name == "temperature":
-            continue  # a load is greedy by default, as `cbatch generate` is
-        if setting.default is not None and setting.default != "yes, except with --prompts":
-            assert str(setting.default) == str(same.default), name
 
 
 def test_help_shows_each_option_by_one_name_and_a_default_that_it_has() -> None:

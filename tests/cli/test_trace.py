@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from bench.load.cli.workload import Workload
-from bench.load.run.options import LoadOptions, OfferedLoad
-from cbatch.cli.main import make_parser
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.steplog.recorder import StepRecorder
 from sim.cli.scenario import Scenario
@@ -275,22 +272,6 @@ def test_errors_about_what_cannot_be_generated(
 
 
 # --- lengths, arrivals and rates ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("comma", ["lognormal:50,0.5", "uniform:3,30", "zipf:1.2,2,50"])
-def test_lengths_have_one_grammar_in_all_commands(
-    cbatch: Command, tmp_path: Path, comma: str
-) -> None:
-    drawn = []
-    for text in (comma, comma.replace(",", ":")):
-        words = ("URL", "--output-tokens", text, "--prompt-tokens", text, "--turns", text)
-        options = read_settings(LoadOptions, make_parser("bench").parse_args(["bench", *words]))
-        made = Workload(options.values).requests(OfferedLoad(concurrency=2), seed=3)
-        out = tmp_path / "out.jsonl"
-        lengths = ("--prompt", text, "--output", text, "--rate", 5, "--requests", 9)
-        assert cbatch("trace", "generate", out, *lengths).status == 0
-        drawn.append((made, list(Trace(out))))
-    assert drawn[0] == drawn[1]
 
 
 @pytest.fixture
