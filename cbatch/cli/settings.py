@@ -277,20 +277,17 @@ def _of_environment(environment: Mapping[str, str], fields: Mapping[str, Setting
             require_neutral_option(name, variable, PREFIX + name.upper(), fields)
     for name, field in fields.items():
         for variable in (PREFIX + each.upper() for each in field.names):
-            text = environment.get(variable)
-            if text is None or text.startswith(_LINK_ADDRESS) or name in layer:
-                continue
-            value: Any = text
-            if field.repeats:
-                value = [part.strip() for part in text.split(",") if part.strip()]
-            layer[name] = (field.convert(value, variable, strict=False), variable)
+            text = environment.get(variable, _LINK_ADDRESS)
+            if not text.startswith(_LINK_ADDRESS) and name not in layer:
+                parts = [part.strip() for part in text.split(",") if part.strip()]
+                value = parts if field.repeats else text
+                layer[name] = (field.convert(value, variable, strict=False), variable)
     return layer
 
 
 def _of_file(path: Path, fields: Mapping[str, Setting]) -> Layer:
     try:
-        with path.open("rb") as file:
-            document = tomllib.load(file)
+        document = tomllib.loads(path.read_bytes().decode())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FieldError(str(path), f"cannot be read ({error})", "name a TOML file") from error
     return _of_mapping(document, fields, str(path))
