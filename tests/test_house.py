@@ -241,6 +241,7 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 ROOTS = {
     "bench/gpu/engine.py",
     "bench/load/cli/session.py",
+    "cbatch/cli/chat.py",
     "cbatch/engine/build.py",
     "cbatch/runtime/gpu/device_steps.py",
     "cbatch/runtime/gpu/executor.py",

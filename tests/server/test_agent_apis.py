@@ -16,7 +16,7 @@ from cbatch.server.http.keys import KeyRing
 from cbatch.server.protocol import translation
 from cbatch.server.protocol.errors import OverloadedError, ServiceError
 from cbatch.server.serving.agent_encoders import MessagesEncoder, ResponsesEncoder
-from cbatch.server.serving.encoders import ChatEncoder
+from cbatch.server.serving.chat_encoder import ChatEncoder
 from cbatch.server.serving.replies import Encoder, Replies
 from cbatch.server.serving.request_record import RequestRecord, RequestTotals
 from tests.server.agents import (

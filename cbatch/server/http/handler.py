@@ -38,7 +38,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.requests import parse_chat, parse_completion
 from cbatch.server.protocol.translation import renamed
 from cbatch.server.serving.admission_queue import CallMemory, MemoryBudget
-from cbatch.server.serving.encoders import ChatEncoder, CompletionEncoder
+from cbatch.server.serving.chat_encoder import ChatEncoder
 from cbatch.server.serving.open_request import (
     Deadline,
     Heartbeat,
@@ -46,7 +46,7 @@ from cbatch.server.serving.open_request import (
     ending_at,
     merged_outputs,
 )
-from cbatch.server.serving.replies import Encoder, Replies, encode
+from cbatch.server.serving.replies import CompletionEncoder, Encoder, Replies, encode
 from cbatch.server.serving.service import EngineService
 from cbatch.system.shares import NoPlaceError, Places
 

@@ -137,7 +137,7 @@ class StreamChunk(msgspec.Struct):
 
 
 class _Whole(msgspec.Struct, kw_only=True):
-    """What complete responses of completions and chats share."""
+    """The shared members of complete responses of completions and chats."""
 
     id: str
     created: int
