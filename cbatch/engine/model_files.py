@@ -1,5 +1,5 @@
-"""The files of a model: its path, tokenizer, template and sampling defaults, and the code and device
-that run it. Loads no weights."""
+"""The files of a model: its path, tokenizer, template and sampling defaults, and the code and
+device that run it. Loads no weights."""
 
 from __future__ import annotations
 
