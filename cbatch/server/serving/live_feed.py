@@ -154,10 +154,10 @@ class LiveFeed:
         ]
         return LiveView(slots, snapshot.steps, snapshot.num_steps, snapshot.blocks, snapshot.stats)
 
-    def _short_id(self, wire_id: str) -> str | None:
+    def _short_id(self, wire_id: str | None) -> str | None:
         """Return a few characters of the request's id: enough for a page to find its own request,
         but not the full id of another client's request."""
-        request_id = self._service.client.request_id(wire_id)
+        request_id = self._service.client.request_id(wire_id or "")
         return None if request_id is None else request_id.partition("-")[2][_ID_CHARS]
 
 
