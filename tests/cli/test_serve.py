@@ -24,6 +24,7 @@ from cbatch.cli.serve import ENGINE_LOST, bind, listen
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
 from cbatch.process import spawn
+from cbatch.server.http.errors import internal_error_body
 from cbatch.server.protocol.errors import EngineLostError
 from tests.cli.conftest import Run
 from tests.kv_events.client import subscribed
@@ -126,6 +127,13 @@ def test_a_lost_engine_is_the_last_log_line_and_sets_the_exit_status(
     last = caplog.records[-1]
     assert last.levelname == "CRITICAL"
     assert last.getMessage().startswith("the engine died 8 times without a token; the server exits")
+
+
+def test_an_unexpected_error_is_logged_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    body = internal_error_body(RuntimeError("secret"), "/v1/completions")
+    (record,) = caplog.records
+    assert record.getMessage() == "/v1/completions failed" and record.exc_info is not None
+    assert "secret" in str(record.exc_info[1]) and "secret" not in str(body)
 
 
 def test_too_few_open_files_are_reported_in_a_line() -> None:

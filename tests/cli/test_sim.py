@@ -132,16 +132,6 @@ def test_the_capacity_and_all_rates_are_reported(cbatch: Command, slow: Path) ->
     assert scenario["settings"]["max_num_seqs"] == 1 and scenario["level"]["percentile"] == 99
 
 
-def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, slow: Path) -> None:
-    swept = ("--sweep", "step-seconds=0.01,0.02", "--processes", 1)
-    run = cbatch(
-        "sim", "capacity", slow, *ONE_SLOT, *swept, "--slo", "ttft=0.3", "--goodput-share", 0.99
-    )  # fmt: skip
-    assert run.status == 0, run.err
-    fast, slow = (scenario["best"]["rate"] for scenario in run.lines[-1]["scenarios"])
-    assert fast > 1.5 * slow and "step-seconds 0.02" in run.out
-
-
 def test_ends_of_the_range_are_reported(cbatch: Command, slow: Path) -> None:
     low = cbatch("sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "tpot=0.001")
     assert low.status == 0 and "even 0.01562 times the rate misses the objectives" in low.out

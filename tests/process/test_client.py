@@ -150,6 +150,22 @@ def test_a_hung_engine_is_killed_and_its_requests_continue() -> None:
     asyncio.run(scene())
 
 
+def test_a_step_without_progress_is_killed(tmp_path: Path) -> None:
+    gather = tmp_path / "gather"
+    gather.write_text("1")
+    factory = SimFactory(gather_file=str(gather))
+
+    async def scene() -> None:
+        async with running(factory, hang_timeout_s=1.0) as client:
+            client.on_death = lambda: gather.unlink(missing_ok=True)
+            watched = watch(client, 20, count=2)
+            await all_over(watched)
+            assert client.num_starts == 2
+        assert_undisturbed(watched, factory)
+
+    asyncio.run(scene())
+
+
 def test_a_long_step_with_progress_does_not_count_as_hung() -> None:
     """A prefill chunk of a large model on a slow processor takes minutes, in many parts."""
     factory = SimFactory(step_s=3.0, parts=10, lookahead="off")
