@@ -209,7 +209,6 @@ class Batch(Generic[Key]):
         return None
 
     def take(self, outputs: Sequence[Output]) -> list[tuple[Key, Completion]]:
-        """Return the (key, completion) pairs of the requests that these outputs finish."""
         completed = []
         for output in outputs:
             if output.finished is None or output.request_id not in self.waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.engine.packaged import packaged_path
+from cbatch.engine.model_files import packaged_path
 
 _PATH = packaged_path("smollm2")
 REASON = "needs smollm2: run cbatch get smollm2"

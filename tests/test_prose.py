@@ -117,7 +117,7 @@ def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 PRODUCT = ("bench", "cbatch", "sim", "tools", "triton_kernels")
 # Strings that are data: prompts, and texts on which heads are tried.
-DATA = frozenset(("cbatch/cli/demo_chat.py", "cbatch/engine/loading.py", "bench/data/questions.py"))
+DATA = frozenset(("cbatch/cli/demo.py", "cbatch/engine/build.py", "bench/data/questions.py"))
 DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",

@@ -54,8 +54,7 @@ from bench.peers.models import (
 from bench.report import Failures, print_document, print_table
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError
-from cbatch.engine.model_files import find_model
-from cbatch.engine.packaged import PACKAGED
+from cbatch.engine.model_files import PACKAGED, find_model
 
 COMPARED_SEQUENCES = 4  # sequences of each system whose tokens are compared
 _MODELS = f"{', '.join(NAMES)}, a directory or a .gguf file"

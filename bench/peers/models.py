@@ -27,8 +27,7 @@ from bench.report import Failures
 from bench.shapes import SHAPES, write_random_model
 from cbatch.core.request.errors import FieldError
 from cbatch.demo import demo_paths
-from cbatch.engine.model_files import find_model, tokenizer_of
-from cbatch.engine.packaged import PACKAGED
+from cbatch.engine.model_files import PACKAGED, find_model, tokenizer_of
 from cbatch.runtime.model.checkpoint import read_config
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.gguf_file import SUFFIX, is_gguf, read_gguf

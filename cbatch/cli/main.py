@@ -16,7 +16,7 @@ from cbatch.cli.output import FAILED, INTERRUPTED, require_place
 from cbatch.cli.parser import CommandParser
 from cbatch.core.request.errors import FieldError, InputError
 from cbatch.process.spawn import early_process
-from cbatch.system.memory_limits import MEMORY_REMEDY, memory_problem
+from cbatch.system.heap import MEMORY_REMEDY, memory_problem
 from cbatch.system.terminal import shown
 
 AddParser = Callable[[Any], None]  # argument: the result of `add_subparsers`

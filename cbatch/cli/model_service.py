@@ -35,7 +35,6 @@ class ModelParts:
     The constructor checks the settings. The engine starts in `start`."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        """Check all settings that can be checked without an engine. Raises `FieldError`."""
         self._settings = settings
         model, draft = model_paths(settings.model, settings.draft)
         self._model = find_model(model)
@@ -98,7 +97,6 @@ class ModelParts:
         )
 
     async def start(self, service: EngineService) -> ServedModel:
-        """Start the engine, log its `EngineInfo`, and return the model as the API shows it."""
         engine = await service.start()
         info = msgspec.convert(engine.info, EngineInfo)
         for line in info.lines():
@@ -121,14 +119,12 @@ class ModelParts:
 
 
 def require_model(field: str, path: str | Path | None) -> None:
-    """Check that a directory is a model's; any other name may be a hub id. Raises `FieldError`."""
     if path is not None and Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         remedy = "name a Hugging Face model directory (config.json, *.safetensors) or a .gguf file"
         raise FieldError(field, f"{path} has no config.json", remedy)
 
 
 def require_record(path: str | None) -> None:
-    """Check that a step log can be written to `path`. Raises `FieldError`."""
     if path is None:
         return
     try:

@@ -40,7 +40,6 @@ class _RefuseOption(argparse.Action):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, kind: type[EngineSettings]) -> None:
-    """Add the flags of `kind`, and hidden flags of other engines' options."""
     add_flags(parser, kind)
     for name, option in UNSUPPORTED_OPTIONS.items():
         is_switch = any(isinstance(value, bool) for value in option.neutral)

@@ -21,7 +21,6 @@ def add_json_option(group: argparse._ActionsContainer, what: str = "the figures"
 
 
 def print_figures(document: Any, place: Path | None) -> None:
-    """Write `document` to the file of `--json` (`place`), if given, and call `print_line`."""
     if is_file_path(place):
         place.write_text(json.dumps(document) + "\n", encoding="utf-8")
     print_line(document, place)

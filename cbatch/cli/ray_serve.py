@@ -163,7 +163,6 @@ def _is_ending() -> bool:
 
 
 def application(settings: ServeSettings) -> Any:
-    """Return the Serve application to pass to `serve.run`. Raises `FieldError` without Ray."""
     with _refusing_without_ray():
         from ray import serve
     engine = settings.engine

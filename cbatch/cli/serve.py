@@ -80,7 +80,6 @@ def _serve_on_ray(settings: Settings[ServeSettings]) -> None:
 
 
 def refuse_replica_settings(settings: Settings[ServeSettings]) -> None:
-    """Check that no setting for replicas was given. Raises `FieldError`."""
     for name in ("min_replicas", "max_replicas", "session_header"):
         if name in settings.given:
             raise FieldError(settings.origin(name), "is for replicas only", "give --ray as well")
@@ -158,7 +157,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(listener: socket.socket, host: str, port: int, backlog: int) -> None:
-    """Open the port. Raises `FieldError`."""
     _share_address(listener, True)  # connections inherit it, for the next server on this port
     try:
         listener.listen(backlog)

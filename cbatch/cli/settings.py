@@ -154,7 +154,6 @@ def fields_of(kind: type[msgspec.Struct]) -> dict[str, Setting]:
 
 
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Build a struct from values of settings. Raises `FieldError` naming the struct's field."""
     fields: dict[str, Any] = {}
     for info in msgspec.structs.fields(kind):
         if _is_struct(info.type):
@@ -206,7 +205,6 @@ class Settings(Generic[T]):
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Context manager that passes every `FieldError` raised in it through `named`."""
         try:
             yield
         except FieldError as error:
@@ -245,7 +243,6 @@ def read_settings(
 
 
 def settings_of(kind: type[T], values: Mapping[str, Any], where: str) -> Settings[T]:
-    """Read `values` of TOML types. Raises `FieldError`, which names `where` they come from."""
     return Settings(kind, [_of_mapping(values, fields_of(kind), where)])
 
 
@@ -280,20 +277,17 @@ def _of_environment(environment: Mapping[str, str], fields: Mapping[str, Setting
             require_neutral_option(name, variable, PREFIX + name.upper(), fields)
     for name, field in fields.items():
         for variable in (PREFIX + each.upper() for each in field.names):
-            text = environment.get(variable)
-            if text is None or text.startswith(_LINK_ADDRESS) or name in layer:
-                continue
-            value: Any = text
-            if field.repeats:
-                value = [part.strip() for part in text.split(",") if part.strip()]
-            layer[name] = (field.convert(value, variable, strict=False), variable)
+            text = environment.get(variable, _LINK_ADDRESS)
+            if not text.startswith(_LINK_ADDRESS) and name not in layer:
+                parts = [part.strip() for part in text.split(",") if part.strip()]
+                value = parts if field.repeats else text
+                layer[name] = (field.convert(value, variable, strict=False), variable)
     return layer
 
 
 def _of_file(path: Path, fields: Mapping[str, Setting]) -> Layer:
     try:
-        with path.open("rb") as file:
-            document = tomllib.load(file)
+        document = tomllib.loads(path.read_bytes().decode())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FieldError(str(path), f"cannot be read ({error})", "name a TOML file") from error
     return _of_mapping(document, fields, str(path))

@@ -33,7 +33,6 @@ class BatchRun(msgspec.Struct, frozen=True):
         return self.stats.output_tokens / self.elapsed_s if self.elapsed_s > 0 else None
 
     def result(self) -> dict[str, Any]:
-        """Return this run's entry of `results`, as in the JSON of all commands and benchmarks."""
         rate = self.tokens_per_s
         mean = self.stats.speculation.mean_accepted_tokens
         return {
@@ -69,7 +68,6 @@ def print_summary(run: BatchRun, console: Console) -> None:
 
 
 def print_results(runs: Sequence[BatchRun], json_file: Path | None) -> None:
-    """Print the JSON line with the figures of `runs`, or write it to `json_file`."""
     document = {
         "results": [run.result() for run in runs],
         "machine": describe_machine(),

@@ -76,7 +76,6 @@ class BackgroundKernels:
     def start(self) -> None: ...
 
     def needs_pending_kernels(self, params: SamplingParams) -> bool:
-        """Return whether a request with these parameters needs pending kernels."""
         return False
 
 
@@ -134,17 +133,14 @@ class EngineCore:
             self.scheduler.add(request, self._clock(), output)
 
     def reject(self, request_id: str, error: BaseException) -> None:
-        """Report a request that could not be added as an error in the next step's output."""
         row = OutputRow(request_id, finish_reason=FinishReason.ERROR, message=str(error))
         self._rejected.append(structs.replace(row, is_refused=isinstance(error, FieldError)))
 
     def cancel(self, request_id: str) -> None:
-        """End a request as CANCELLED. An unknown id is ignored."""
         self.waiting_for_kernels.pop(request_id, None)
         self.scheduler.cancel(request_id, self._clock())
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
-        """End a request at a stop string: its output is its first `keep_tokens` tokens."""
         self.waiting_for_kernels.pop(request_id, None)
         self.scheduler.finish(request_id, keep_tokens, self._clock())
 

@@ -128,7 +128,6 @@ class Engine:
         return bool(running)
 
     def step(self) -> list[Output]:
-        """Run a step of the model and return its outputs, if any."""
         outputs, self._ready = self._ready, []
         step = self.core.step()
         self.stats.steps += step.times is not None

@@ -1,4 +1,4 @@
-"""Description of an engine: models, device, options and memory."""
+"""Description of an engine's loaded models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, float | int] = {}  # `SamplingParams` fields in the model's files
 
     def lines(self) -> list[str]:
-        """Return the description as lines of text for a log."""
         draft = f", draft {self.draft}" if self.draft else ""
         drafters = f" by {', '.join(self.drafter)}" if self.drafter not in ((), (MODEL,)) else ""
         lookahead = self.lookahead + drafters
@@ -81,7 +80,6 @@ def describe_engine(
     defaults: dict[str, Any],
     invariance: tuple[bool, str],
 ) -> EngineInfo:
-    """Return the description of an engine; `defaults` are the sampling defaults of its model."""
     import torch
 
     target, ranks = models.target, models.num_ranks
@@ -108,7 +106,6 @@ def describe_engine(
 
 
 def total_weight_bytes(models: LoadedModels) -> int:
-    """Return the bytes of target and draft, summed over all ranks."""
     draft_bytes = 0 if models.draft is None else weight_bytes(models.draft)
     return models.num_ranks * (weight_bytes(models.target, models.num_ranks) + draft_bytes)
 

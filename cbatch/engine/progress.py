@@ -45,14 +45,12 @@ class ProgressBar:
         self._progress.stop()
 
     def update(self, outputs: Sequence[Output]) -> None:
-        """Count the tokens and the finished sequences in the outputs of a step."""
         self._num_tokens += sum(len(o.token_ids) for o in outputs)
         elapsed_s = max(time.perf_counter() - self._started_s, 1e-9)
         rate = f"{self._num_tokens / elapsed_s:,.0f} tokens/s"
         self.advance(sum(o.finished is not None for o in outputs), rate)
 
     def advance(self, count: int = 1, rate: str = "") -> None:
-        """Count `count` finished units, and show `rate`, a text such as "12 tokens/s"."""
         self._num_done += count
         now_s = time.perf_counter()
         if self._live:

@@ -19,7 +19,6 @@ class Missing:
         self.problem, self.neutral, self.remedy = f"{feature} is not supported", neutral, remedy
 
     def check(self, origin: str, value: Any) -> None:
-        """Raise `FieldError`, which names `origin`, unless the value is neutral or None."""
         if value is not None and value not in self.neutral:
             raise FieldError(origin, self.problem, self.remedy)
 

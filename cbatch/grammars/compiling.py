@@ -95,11 +95,9 @@ class Grammars:
             raise FieldError(field, error.problem, error.remedy) from error
 
     def matcher(self, spec: StructuredOutputs) -> LLMatcher:
-        """Return a new matcher at the start of the grammar. Raises `FieldError`."""
         return self.compiled(spec).matcher.deep_copy()
 
     def forbid_repeats(self, spec: StructuredOutputs) -> ForbidRepeats | None:
-        """Return `UniqueItems.forbid` for the lists of strings that must be unique, if any."""
         return self.compiled(spec).forbid_repeats
 
     def plain_token(self, text: bytes) -> int | None:
@@ -217,7 +215,6 @@ def _limits() -> LLParserLimits:
 
 
 def grammars_unsupported(field: str = FIELD) -> FieldError:
-    """Return the error for structured outputs in an engine without a tokenizer."""
     remedy = "leave it out, or start the engine with a tokenizer"
     return FieldError(field, "is not supported here", remedy)
 
@@ -238,7 +235,6 @@ def read(spec: StructuredOutputs) -> StructuredOutputs:
 
 
 def grammar_text(spec: StructuredOutputs) -> str:
-    """Return the grammar of a converted spec in llguidance's form. Raises `FieldError`."""
     text = _answer_text(spec)
     if spec.around is None:
         return text
@@ -272,7 +268,6 @@ _LARK = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|<[^<>\s]
 
 
 def _with_schemas(lark: str) -> str:
-    """Return a grammar with its JSON schemas rewritten. Raises `FieldError`, ValueError."""
     parts, at = list[str](), 0
     while (match := _LARK.search(lark, at)) is not None:
         parts.append(lark[at : match.end()])
@@ -285,7 +280,6 @@ def _with_schemas(lark: str) -> str:
 
 
 def _schema(schema: Any, name: str = "json") -> str:
-    """Return a rewritten JSON schema with our options. Raises `FieldError`, RecursionError."""
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
     if own.items() >= _OPTIONS.items():  # the result of an earlier call
         return json.dumps(schema, ensure_ascii=False)
@@ -311,7 +305,6 @@ def _sized(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return an error of llguidance in one line. Places refer to the schema before rewriting."""
     text = unquote(text.replace("<non-verbose/>", "")).replace("json-schema:///#/$defs/", "#")
     line = " ".join(text.replace("~1", "/").replace("~0", "~").split())
     line = line.replace("schema too large", "its alternatives have too many combinations")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import combinations
 from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
 from cbatch.core.request.errors import FieldError
-from cbatch.grammars.schema_sets import TYPES, Schema, SchemaSets
 
 FIELD = "structured_outputs"
 UNIQUE = "x-cbatch-unique"  # key of the properties whose lists must have unique strings
@@ -72,7 +72,6 @@ class _Rewriter:
         return named
 
     def target(self, reference: str) -> Schema:
-        """Return the schema that a `$ref` names. Raises `FieldError`."""
         try:
             base, _, way = unquote(reference).partition("#/")
             schema = self._named[urljoin(self._base, base) if base.strip("#") else ""]
@@ -134,7 +133,6 @@ class _Rewriter:
     # ---- keywords that llguidance does not support ------------------------------------------
 
     def _replace_keywords(self, node: dict[str, Any], at: str, within: Schema) -> list[Schema]:
-        """Remove unsupported keywords from `node`, and return schemas that replace them."""
         clauses: list[Schema] = []
         context = [{k: v for k, v in node.items() if k not in ("oneOf", "not", "if")}, within]
         if "oneOf" in node:
@@ -161,8 +159,6 @@ class _Rewriter:
         return clauses
 
     def _exclusive(self, branches: list[Schema], at: str, *context: Schema) -> list[Schema]:
-        """Return the branches of a `oneOf`, each without the values of the others. All values are
-        also valid by `context`."""
         results: list[list[Schema]] = [[branch] for branch in branches]
         for pair in combinations(range(len(branches)), 2):
             if self._sets.empty(*(branches[number] for number in pair), *context):
@@ -177,12 +173,10 @@ class _Rewriter:
         return [{"allOf": parts} if parts[1:] else parts[0] for parts in results]
 
     def _possible_complements(self, schema: Schema, *context: Schema) -> list[Schema]:
-        """Return schemas of values that are invalid by `schema` and may be valid by `context`."""
         schemas = self._sets.complements(schema)
         return [each for each in schemas if not self._sets.empty(each, *context)]
 
     def _complement(self, schema: Schema, at: str, *context: Schema) -> Schema:
-        """Return the complement of `schema`. Raises `FieldError` if it is not known."""
         complements = self._possible_complements(schema, *context)
         if complements or self.rewrite(schema, at) in (True, {}):
             return {"anyOf": complements} if complements else False
@@ -233,3 +227,128 @@ class _Rewriter:
     def _range_error(self, value: float, place: str) -> FieldError:
         remedy = f"use one within {_MAX_EXACT}, or a pattern of digits in a string"
         return self._refusal(place, f"{str(value)[:80]} is outside the supported range", remedy)
+
+
+Schema = Any  # a JSON object, true or false
+_NUMBER = frozenset(("fraction", "integer"))
+TYPES = _NUMBER | {"array", "boolean", "null", "object", "string"}
+_NAMES: dict[type, str] = {bool: "boolean", str: "string", list: "array", dict: "object"}
+_MAX_DEPTH = 4  # levels of references and nested schemas that are followed
+MAX_PARTS = 50_000  # parts that all calls on one schema may visit: a bound on time
+
+
+class SchemaSets:
+    """Emptiness and complements of schemas. `target` returns the schema that a `$ref` names."""
+
+    def __init__(self, target: Callable[[str], Schema]) -> None:
+        self._target = target
+        self._budget = MAX_PARTS
+
+    def parts(self, schema: Schema, depth: int) -> Iterator[dict[str, Any]]:
+        """Yield schemas whose conjunction equals `schema`: itself, and the schemas of its `allOf`
+        and `$ref`. False becomes an empty `enum`; True yields nothing."""
+        self._budget -= 1
+        if isinstance(schema, dict):
+            yield schema
+        elif not schema:
+            yield {"enum": []}
+        if isinstance(schema, dict) and depth < _MAX_DEPTH and self._budget > 0:
+            for inner in schema.get("allOf", ()):
+                yield from self.parts(inner, depth + 1)
+            if "$ref" in schema:
+                yield from self.parts(self._target(schema["$ref"]), depth + 1)
+
+    def empty(self, *schemas: Schema, depth: int = 0) -> bool:
+        """Return True if no value is valid by all of the schemas. False may mean undecided."""
+        parts = [part for schema in schemas for part in self.parts(schema, depth)]
+        types = TYPES.intersection(*map(_types, parts))
+        values = [each for each in map(_values, parts) if each is not None]
+        if not types or (values and not any(all(v in each for each in values) for v in values[0])):
+            return True
+        if depth >= _MAX_DEPTH or self._budget <= 0:
+            return False
+        for part in parts:
+            others = [other for other in parts if other is not part]
+            for choices in _choices(part):
+                if all(self.empty(each, *others, depth=depth + 1) for each in choices):
+                    return True
+        names = dict.fromkeys(name for part in parts for name in part.get("required", ()))
+        return types == {"object"} and any(
+            self.empty(*_property(parts, name), depth=depth + 1) for name in names
+        )
+
+    def complements(self, schema: Schema, depth: int = 0) -> list[Schema]:
+        """Return schemas whose values are all invalid by `schema`; [] if none is known."""
+        schemas: list[Schema] = []
+        for part in self.parts(schema, depth) if depth < _MAX_DEPTH else ():
+            schemas += (
+                {"type": "object", "properties": {name: False}} for name in part.get("required", ())
+            )
+            schemas += (
+                {"type": "object", "required": [name], "properties": {name: complement}}
+                for name, inner in part.get("properties", {}).items()
+                for complement in self.complements(inner, depth + 1)
+            )
+            schemas += [*_of_types(TYPES - _types(part)), *_other_values(_values(part) or [])]
+            for choices in _choices(part):
+                sides = [self.complements(each, depth + 1) for each in choices]
+                if all(sides):
+                    schemas.append({"allOf": [{"anyOf": side} for side in sides]})
+            if "not" in part:
+                schemas.append(part["not"])
+        return schemas
+
+
+def _choices(part: dict[str, Any]) -> list[list[Schema]]:
+    return [part[keyword] for keyword in ("anyOf", "oneOf") if keyword in part]
+
+
+def _values(part: dict[str, Any]) -> list[Any] | None:
+    return [part["const"]] if "const" in part else part.get("enum")
+
+
+def _type_of(value: Any) -> str:
+    if type(value) in (int, float):
+        return "integer" if value % 1 == 0 else "fraction"
+    return _NAMES.get(type(value), "null")
+
+
+def _types(part: dict[str, Any]) -> frozenset[str]:
+    """Return the possible types of a value. A number is an "integer" or a "fraction"."""
+    kind, values = part.get("type", TYPES), _values(part)
+    types = frozenset([kind] if isinstance(kind, str) else kind)
+    types = types | _NUMBER if "number" in types else types
+    return types if values is None else types & frozenset(map(_type_of, values))
+
+
+def _of_types(types: frozenset[str]) -> list[Schema]:
+    """Return schemas of `types`. JSON Schema has no type for fractions alone: they are left out."""
+    names = types - _NUMBER | ({"number"} if types >= _NUMBER else types & {"integer"})
+    return [{"type": sorted(names)}] if names else []
+
+
+def _other_values(values: list[Any]) -> list[Schema]:
+    texts = [value for value in values if isinstance(value, str)]
+    truths = {value for value in values if isinstance(value, bool)}
+    schemas: list[Schema] = [{"const": not truth} for truth in truths if len(truths) == 1]
+    if texts:
+        schemas.append({"type": "string", "pattern": f"^{_other_than(texts)}$"})
+    return schemas
+
+
+def _other_than(texts: list[str]) -> str:
+    """Return a regular expression of all texts except `texts`."""
+    rests: dict[str, list[str]] = {}
+    for text in filter(None, texts):
+        rests.setdefault(f"\\u{{{ord(text[0]):x}}}", []).append(text[1:])
+    patterns = [f"[^{''.join(rests)}][\\s\\S]*"] if rests else ["[\\s\\S]+"]
+    patterns += [first + _other_than(rest) for first, rest in rests.items()]
+    return f"({'|'.join(patterns)}){'' if '' in texts else '?'}"
+
+
+def _property(parts: list[dict[str, Any]], name: str) -> Iterator[Schema]:
+    for part in parts:
+        if name in part.get("properties", {}):
+            yield part["properties"][name]
+        elif "patternProperties" not in part:
+            yield part.get("additionalProperties", True)

@@ -42,7 +42,6 @@ class GrammarVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def num_chars(self) -> int:
-        """Length of `converted`."""
         spec = self.converted
         return 0 if spec is None else len(spec.json or spec.grammar or "")
 
@@ -122,7 +121,6 @@ class GrammarValidator:
         return ValidatedGrammar(verdict.converted or spec, verdict.compile_s)
 
     async def close(self) -> None:
-        """Cancel all checks. `check` must not be called afterwards."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

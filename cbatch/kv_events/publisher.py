@@ -57,7 +57,6 @@ def binds(endpoint: str) -> bool:
 
 
 def read_config(text: str) -> KVEventsConfig:
-    """Parse the setting's JSON. Raises `FieldError` with the setting and the field in it."""
     try:
         config = msgspec.json.decode(text.encode(), type=KVEventsConfig)
     except msgspec.ValidationError as error:
@@ -149,7 +148,6 @@ class KVEventPublisher:
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Send queued batches for at most a second, then stop the threads."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=_LINGER_MS / 1000)
         self._threads[0].join(_LINGER_MS / 1000)
@@ -196,7 +194,6 @@ def configured_publisher(text: str | None, *, caches_prefixes: bool) -> KVEventP
 
 
 def _open(socket: zmq.Socket[bytes], name: str, endpoint: str, bind: bool) -> str:
-    """Bind or connect the socket and return its address; for port 0 the system picks a port."""
     socket.linger = _LINGER_MS
     socket.ipv6 = "[" in endpoint or "::" in endpoint
     try:

@@ -60,7 +60,6 @@ def encode_changes(changes: Sequence[CacheChange], now_s: float, block_size: int
 
 
 def encode_cleared(now_s: float) -> bytes:
-    """Return the batch that says that all blocks are gone. `now_s` is seconds since the epoch."""
     return encode_changes([CacheCleared()], now_s)
 
 

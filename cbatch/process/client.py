@@ -81,12 +81,10 @@ class EngineClient:
 
     @property
     def up(self) -> bool:
-        """True if an engine runs at this moment. Requests wait while it restarts."""
         return self._link is not None and self._link.ready
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine."""
         return None if self._link is None else self._link.pid
 
     @property
@@ -98,7 +96,6 @@ class EngineClient:
         return max(0, self.num_starts - 1)
 
     async def start(self) -> Ready:
-        """Start the engine and wait for its model. Raises `FieldError` or `EngineStartError`."""
         self._started = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._supervise())
         return await self._started
@@ -137,11 +134,9 @@ class EngineClient:
                 raise
 
     def cancel(self, sequence: OpenSequence) -> None:
-        """Drop a sequence. Its slot is free before the next step."""
         self._close(sequence, Cancel)
 
     def finish(self, sequence: OpenSequence, keep_tokens: int) -> None:
-        """End a sequence whose text is complete: its output is its first `keep_tokens` tokens."""
         self._close(sequence, lambda wire_id: Finish(wire_id, keep_tokens))
 
     def _close(self, sequence: OpenSequence, command: Callable[[str], Cancel | Finish]) -> None:
@@ -169,7 +164,6 @@ class EngineClient:
     # ---- commands to the engine ---------------------------------------------------------------
 
     def _dispatch(self, sequences: Sequence[OpenSequence]) -> None:
-        """Send a group's sequences. After an exception cancel them: some may have been sent."""
         assert self._link is not None
         choices = {}
         for sequence in sequences:
@@ -179,7 +173,6 @@ class EngineClient:
         self._link.send(Add(sequences[0].request, choices))
 
     def _withdraw(self, sequence: OpenSequence) -> None:
-        """Cancel a sequence in the engine, to resume it later from its transcript."""
         assert self._link is not None and sequence.wire_id is not None
         del self._by_wire_id[sequence.wire_id]
         wire_id, sequence.wire_id = sequence.wire_id, None
@@ -221,14 +214,12 @@ class EngineClient:
             sequence.wire_id = None
 
     def _notify(self, sequence: OpenSequence, handle: Callable[..., None], *event: Any) -> None:
-        """Call a method of a sequence. If it raises, only that sequence fails."""
         try:
             handle(*event)
         except Exception as error:
             self._fail([sequence], error)
 
     def _fail(self, sequences: Iterable[OpenSequence], error: Exception) -> None:
-        """End these sequences with an error that was raised in this process."""
         for sequence in sequences:
             request_id = sequence.request.request_id
             _logger.error("request %s failed", request_id, exc_info=error)

@@ -13,7 +13,7 @@ import zmq.asyncio
 from cbatch.core.request.errors import FieldError, InputError
 from cbatch.process.in_flight import InFlightJournal
 from cbatch.process.messages import Command, Event, StartFailed, decode_event, frames_of
-from cbatch.system.memory_limits import address_space_note
+from cbatch.system.heap import address_space_note
 
 TICK_S = 0.25  # interval of the checks for a hanging engine
 _DRAIN_MS = 20  # maximum wait for each remaining message of a dead engine
@@ -117,7 +117,6 @@ class EngineLink:
             on_event(decode_event(content))
 
     def close(self) -> Death:
-        """Release a dead engine's resources, and return how it ended."""
         death = self._engine.reap()
         self._socket.close()
         self.journal.close()
@@ -131,7 +130,6 @@ class EngineLink:
 
 
 def start_error(failure: StartFailed | None, cause: str) -> ValueError:
-    """Return the exception for a failed start."""
     if failure is not None and failure.field is not None and failure.remedy is not None:
         return FieldError(failure.field, failure.message, failure.remedy)
     if failure is None:

@@ -83,7 +83,6 @@ class CrashSuspects:
         return None
 
     def clear(self, sequence: OpenSequence) -> None:
-        """Clear a suspected sequence, after a committed token or its end."""
         del self.strikes[sequence]
         if all(other.group is not sequence.group for other in self.strikes):
             self._lone_deaths.pop(sequence.group, None)

@@ -26,8 +26,7 @@ class EngineFactory(msgspec.Struct, frozen=True):
 
     def __call__(self) -> EngineCore:
         from cbatch.engine.build import load_core
-        from cbatch.engine.ranks.executor import RankedExecutor
-        from cbatch.engine.ranks.group import end_engine
+        from cbatch.engine.ranks.group import RankedExecutor, end_engine
         from cbatch.steplog.recorder import StepRecorder
 
         configure_logs(self.log_format, logging.WARNING)
@@ -54,7 +53,6 @@ class EngineFactory(msgspec.Struct, frozen=True):
 
 
 def _lasting(model: str | Path | None) -> str | None:
-    """Return a model's path from the root, or its name elsewhere."""
     if model is None or not Path(model).exists():
         return None if model is None else str(model)
     return str(Path(model).resolve())

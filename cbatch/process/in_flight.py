@@ -41,11 +41,9 @@ class _NameList:
         return len(content)
 
     def hide(self) -> None:
-        """Make the list read as empty; its bytes stay for `show`."""
         self.show(0)
 
     def show(self, length_bytes: int) -> None:
-        """Make the bytes of an earlier `write` of this length readable again."""
         _HEADER.pack_into(self._file, self._start, length_bytes)
 
     def read(self) -> list[str]:
@@ -83,7 +81,6 @@ class InFlightJournal:
         return cls(path)
 
     def write(self, request_ids: Collection[str]) -> None:
-        """Set the requests in flight."""
         if not request_ids:
             self._in_flight.hide()
         elif self._written == request_ids:
@@ -102,7 +99,6 @@ class InFlightJournal:
         self.progress[0] += 1
 
     def write_compiling(self, request_ids: Collection[str]) -> None:
-        """Set the requests whose grammars are being compiled."""
         if request_ids:
             self._compiling.write(msgspec.msgpack.encode(list(request_ids)))
         else:

@@ -31,12 +31,10 @@ class Add(Message, frozen=True):
     choices: dict[str, tuple[int, tuple[int, ...]]]
 
     def requests(self) -> Iterator[tuple[Request, tuple[int, ...]]]:
-        """Yield the request of each choice, with its output so far."""
         for wire_id, (choice, output) in self.choices.items():
             yield structs.replace(self.request, request_id=wire_id, choice=choice), output
 
     def encoded_ids(self) -> bytes:
-        """Return the wire ids as a list encoded by msgpack."""
         return msgspec.msgpack.encode(list(self.choices))
 
 
@@ -98,7 +96,7 @@ class SlotSnapshot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     without KV: 1 after prefill. The acceptance is None without an estimate."""
 
     slot: int
-    request_id: str
+    request_id: str | None  # wire id; for the page, the beginning of the public id
     prompt_tokens: int
     tokens: int
     num_uncomputed_tokens: int
@@ -167,10 +165,8 @@ def frames_of(command: Command) -> list[bytes]:
 
 
 def decode_command(content: bytes) -> Command:
-    """Decode a command. Raises `msgspec.MsgspecError`."""
     return _commands.decode(content)
 
 
 def decode_event(content: bytes) -> Event:
-    """Decode an event. Raises `msgspec.MsgspecError`."""
     return _events.decode(content)

@@ -3,6 +3,7 @@ open."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import NamedTuple
 
@@ -45,7 +46,6 @@ class Monitor:
         self._steps.append(_StepArrays(plan, result.num_drafted.copy(), result.num_accepted.copy()))
 
     def due(self, now_s: float) -> bool:
-        """Return whether it is time for a snapshot."""
         return now_s >= self._due_s
 
     def on_sent(self, now_s: float, cpu_s: float) -> None:
@@ -71,31 +71,21 @@ class Monitor:
         return steps, num_steps
 
     def rows(self) -> tuple[SlotSnapshot, ...]:
-        """Return the requests in the lowest slots, at most `MAX_ROWS`."""
         state = self._scheduler.state
         table = state.table
         owners = [owner for owner in state.owners if owner is not None][:MAX_ROWS]
         slots = np.array([owner.slot for owner in owners], dtype=np.intp)
-        acceptances = state.policy.estimated_acceptance(slots)
+        estimates = state.policy.estimated_acceptance(slots)
         columns = zip(
-            owners,
             slots.tolist(),
+            (owner.request.request_id for owner in owners),
+            (owner.num_prompt_tokens for owner in owners),
             table.num_tokens[slots].tolist(),
             table.num_uncomputed_tokens[slots].tolist(),
-            [None] * len(owners) if acceptances is None else acceptances,
+            [None] * len(owners) if estimates is None else [round(each, 3) for each in estimates],
             strict=True,
         )
-        return tuple(
-            SlotSnapshot(
-                slot,
-                owner.request.request_id,
-                owner.num_prompt_tokens,
-                tokens,
-                uncomputed,
-                acceptance,
-            )
-            for owner, slot, tokens, uncomputed, acceptance in columns
-        )
+        return tuple(itertools.starmap(SlotSnapshot, columns))
 
     def blocks(self) -> BlockMap:
         size, used, cached = self._scheduler.state.pool.occupancy(MAX_CELLS)

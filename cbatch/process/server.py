@@ -40,8 +40,7 @@ from cbatch.process.messages import (
 )
 from cbatch.process.monitor import Monitor
 from cbatch.process.spawn import NO_MEMORY, take_process
-from cbatch.system.heap import freeze_heap, trim_heap
-from cbatch.system.memory_limits import MEMORY_REMEDY, memory_problem
+from cbatch.system.heap import MEMORY_REMEDY, freeze_heap, memory_problem, trim_heap
 from cbatch.system.shares import SharedLimit
 
 MAX_GRAMMARS = 32  # compiled grammars kept at once; each may take tens of MiB
@@ -77,7 +76,6 @@ class GrammarQueue:
 
     @property
     def waiting(self) -> bool:
-        """True if any request waits."""
         return bool(self._waiting)
 
     def enter(self, request: Request, output: tuple[int, ...]) -> None:
@@ -90,7 +88,6 @@ class GrammarQueue:
         self._compile_next()
 
     def leave(self, request_id: str) -> None:
-        """Remove a request that has ended or was cancelled."""
         spec = self._specs.pop(request_id, None)
         if spec is None:
             return
@@ -104,7 +101,6 @@ class GrammarQueue:
             self._compile_next()
 
     def take_ready(self) -> Iterator[tuple[Request, tuple[int, ...], BaseException | None]]:
-        """Yield the requests whose grammar is compiled or failed, with the exception or None."""
         for request_id, (request, output) in list(self._waiting.items()):
             compiled = self._compiled.get(self._specs[request_id])
             if compiled is not None and compiled.done():
@@ -252,7 +248,6 @@ class EngineServer:
                 self._send_snapshot()
 
     def _send_snapshot(self) -> None:
-        """Send a snapshot if a live page is open."""
         monitor = self._monitor
         if monitor is not None:
             begin_s = time.thread_time()
@@ -262,7 +257,6 @@ class EngineServer:
             monitor.on_sent(time.monotonic(), time.thread_time() - begin_s)
 
     def _kv_events(self) -> bytes:
-        """Return the encoded KV events since the last call; empty without events."""
         changes = self._core.scheduler.take_cache_changes()
         size = self._core.scheduler.config.block_size
         return encode_changes(changes, time.time(), size) if changes else b""
@@ -281,7 +275,6 @@ def connect(endpoint: str) -> zmq.Socket[bytes]:
 
 
 def run_engine(factory: Factory, endpoint: str, journal_path: Path) -> None:
-    """Run an engine until it is stopped."""
     socket = connect(endpoint)
     try:
         core = _build(factory, socket)
@@ -331,7 +324,6 @@ class EngineProcess:
             self._process.kill()
 
     def reap(self) -> Death:
-        """Release the dead process's resources, and return how it ended."""
         self._process.join()
         status = self._process.exitcode
         self._spawned.close()

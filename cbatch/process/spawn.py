@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-from cbatch.system.heap import share_malloc_arena
-from cbatch.system.memory_limits import memory_problem
+from cbatch.system.heap import memory_problem, share_malloc_arena
 
 _IMPORTS = "cbatch.process.engine_imports"
 NO_MEMORY = 112  # exit status of a process that has too little memory to report it
@@ -39,7 +38,6 @@ class SpawnedProcess:
             self._sender.send((function, *arguments))
 
     def close(self) -> None:
-        """Release the resources of a process that has ended."""
         self._sender.close()
         atexit.unregister(self.process.kill)
         self.process.close()
@@ -58,7 +56,6 @@ def early_process() -> Iterator[None]:
 
 
 def end_early_process() -> None:
-    """Kill the process that waits for an engine, if there is one."""
     while _early:
         unused = _early.pop()
         unused.process.kill()
@@ -67,7 +64,6 @@ def end_early_process() -> None:
 
 
 def take_process() -> SpawnedProcess:
-    """Return the process that waits for an engine, or a new one."""
     return _early.pop() if _early else SpawnedProcess()
 
 

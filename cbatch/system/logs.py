@@ -22,7 +22,6 @@ _SECRETS = re.compile(r"(?<=://)[^/\s'\"]*@|(?<=[\w/])\?[^\s'\")>]+")
 
 
 def configure(log_format: LogFormat, level: int = logging.INFO) -> None:
-    """Set up logging of this process: cbatch logs at `level`, libraries only warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else PlainLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

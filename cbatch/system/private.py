@@ -32,7 +32,6 @@ def require_private(path: Path) -> None:
 
 
 def _on_the_way(path: Path) -> Iterator[Path]:
-    """Yield `path`, the folders above it, and the same for the targets of symbolic links."""
     seen: set[Path] = set()
     pending = [path.absolute()]
     while pending:

@@ -18,7 +18,6 @@ class SharedLimit:
         self._by_owner: Counter[str | None] = Counter()
 
     def problem(self, amount: int, owner: str | None) -> str | None:
-        """Return why an amount does not fit, None if it does."""
         own, free = self._by_owner[owner], self.limit - self.total - amount
         if free < 0:
             return f"{self.total} of {self.limit} {self.unit}"
@@ -27,7 +26,6 @@ class SharedLimit:
         return None
 
     def add(self, amount: int, owner: str | None) -> None:
-        """Add an amount; a negative one is returned."""
         self.total += amount
         self._by_owner[owner] += amount
 
@@ -46,7 +44,6 @@ class Places:
         self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # next owner first
 
     def num_open(self, owner: str | None) -> int:
-        """Return the number of an owner's places and waiting coroutines."""
         return self._used[owner] + len(self._waiting.get(owner, ()))
 
     @asynccontextmanager

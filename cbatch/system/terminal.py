@@ -14,7 +14,6 @@ _SHOWN = {code: f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}" for code i
 
 
 def escaped(text: str) -> str:
-    """Return `text` with escapes such as `\\x1b` in place of control characters."""
     return text.translate(_SHOWN)
 
 

@@ -254,7 +254,6 @@ def load_chat_template(
 
 
 def _named(setting: Any) -> dict[str, str]:
-    """Return templates by name. `setting` is one template, or several in a list or an object."""
     if isinstance(setting, list):
         entries = [entry for entry in setting if isinstance(entry, dict)]
         setting = {str(entry.get("name")): entry.get("template") for entry in entries}
@@ -307,7 +306,6 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return an environment with the functions that templates of published models use."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -72,7 +72,6 @@ class ChatFormat:
         return self.encode("messages", text, add_special_tokens=add_special_tokens)
 
     def prompt_end(self, ids: Sequence[int]) -> str:
-        """Return the end of a prompt's text, with its special tokens."""
         return self.tokenizer.decode(ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
 
     def constrain(
@@ -88,7 +87,6 @@ class ChatFormat:
         return structs.replace(params, structured_outputs=structs.replace(output, around=around))
 
     def require_length(self, field: str, text: str) -> None:
-        """Raise `FieldError` if a text cannot fit in the context, judged by its length alone."""
         require_length(field, text, self.tokenizer, self.max_model_len)
 
     def encode(self, field: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -217,7 +215,6 @@ def _several(item: str, separator: str | None) -> str:
 
 
 def _marks(text: str, added: dict[str, int]) -> str:
-    """Return a Lark expression for texts with optional blanks around them."""
     return " blank ".join(["", *(_mark(part, added) for part in text.split()), ""])
 
 
@@ -228,7 +225,6 @@ def _ranges(ids: list[int]) -> str:
 
 
 def _mark(text: str, added: dict[str, int]) -> str:
-    """Return a Lark expression for a text. An added token in it may also be written as text."""
     parts = [part for part in _TOKENS_IN_MARKS.split(text) if part]
     return " ".join(
         f"({json.dumps(part)} | <[{added[part]}]>)" if part in added else json.dumps(part)

@@ -117,7 +117,6 @@ class TextStream:
         return self._unmarked(shown + self._matcher.flush())
 
     def _whole_characters(self) -> str:
-        """Return the text of the pending tokens, without an incomplete last character."""
         text, decoder = self._decoded(self._pending), _Utf8Decoder("replace")
         decoder.decode(b"".join(map(self._tokenizer.token_bytes, self._pending)))
         incomplete = len(decoder.getstate()[0])
@@ -233,7 +232,6 @@ class StopMatcher:
         return buffer[:cut], False
 
     def flush(self) -> str:
-        """Return the text that was held back, when the output ends."""
         rest, self._buffer = self._buffer, ""
         return rest
 

@@ -68,7 +68,6 @@ class ForcedCall(NamedTuple):
 def forced_call(
     tools: list[Tool], choice: ToolChoice | None, *, parallel: bool
 ) -> ForcedCall | None:
-    """Return the call that the request forces, or None. Raises `FieldError`."""
     if choice in (None, "none", "auto"):
         return None
     if not tools:
@@ -83,7 +82,6 @@ def forced_call(
 
 
 def parameters_of(tools: list[Tool]) -> dict[str, dict[str, Any]]:
-    """Return the schemas of the functions' arguments, by name. Raises `FieldError`."""
     schemas = {}
     for at, tool in enumerate(tools):
         name, schema = tool.function.name, tool.function.parameters
@@ -100,7 +98,6 @@ def parameters_of(tools: list[Tool]) -> dict[str, dict[str, Any]]:
 
 
 def _calls_grammar(parameters: dict[str, dict[str, Any]], parallel: bool) -> str:
-    """Return the Lark grammar of a list of calls. It uses llguidance's `%json`."""
     more = f' (", " call){{0,{MAX_CALLS - 1}}}' if parallel else ""
     lines = [f'start: "[" call{more} "]"']
     lines.append("call: " + " | ".join(f"call{at}" for at in range(len(parameters))))
@@ -180,7 +177,6 @@ class ForcedCallReader:
         return self._index == 0 and self._json.depth == 1 and not self._json.quoted
 
     def push(self, text: str) -> list[ToolCallPart]:
-        """Return the pieces that `text` adds, one for each call."""
         parts: list[ToolCallPart] = []
         if self._named is not None and self._index < 0 and text:
             parts.append(self._open(self._named))
@@ -214,7 +210,6 @@ class ForcedCallReader:
 
 
 def add_part(parts: list[ToolCallPart], part: ToolCallPart) -> None:
-    """Append a piece, or join it to the last piece if both belong to the same call."""
     if parts and parts[-1].call == part.call:
         last = parts.pop()
         part = last._replace(arguments=last.arguments + part.arguments)

@@ -69,7 +69,6 @@ _ADDS_BOS = _WHOLE_WORDS  # names that add BOS unless `add_bos_token` is false
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
-    """Return the tokenizer of a GGUF file. Raises `TokenizerError` naming `source` and the key."""
     keys = _Keys(metadata, source)
     kind, pre = keys.get("model"), keys.get("pre")
     if not isinstance(kind, str) or kind not in _MODELS:
@@ -176,7 +175,6 @@ class _Keys:
         return default if value is None else value
 
     def special(self, name: str, default: int | None = None) -> str:
-        """Return the text of the special token `name`. Raises `TokenizerError`."""
         token_id = self.get(f"{name}_token_id")
         token_id = default if token_id is None else token_id
         if (

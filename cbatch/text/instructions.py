@@ -22,8 +22,6 @@ def is_instruction(message: Any) -> bool:
 
 
 def arrangements(messages: Messages) -> Iterator[tuple[Messages, list[Messages]]]:
-    """Yield the messages with their instructions in places to try, and test conversations for
-    `keeps_instructions`: with marks instead of texts, and first also with a further turn."""
     following = _NEXT_TURN[messages[-1]["role"] == "assistant" :]
     marked: Messages = [
         {**each, "content": f"{'instruction' if is_instruction(each) else 'othertext'}{at}end"}
@@ -56,7 +54,6 @@ def keeps_instructions(marked: Sequence[Message], text: str) -> bool:
 
 
 def _merged(messages: Messages) -> Messages:
-    """Merge the leading instructions."""
     leading = list(takewhile(is_instruction, messages))
     return [*_joined(leading), *messages[len(leading) :]]
 

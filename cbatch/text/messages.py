@@ -22,7 +22,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def list_problem(value: Any) -> str:
-    """Return what is wrong with a value that must be a non-empty list."""
     if value is None:
         return "is missing"
     return "is empty" if value == [] else f"{short(value)} is not a list"

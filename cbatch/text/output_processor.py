@@ -29,7 +29,6 @@ class Seeds:
         self._seed, self._num_drawn = seed, 0
 
     def seed_for(self, params: SamplingParams) -> int:
-        """Return the request's own seed, or draw one."""
         if params.seed is not None:
             return params.seed
         if self._seed is None:
@@ -39,7 +38,6 @@ class Seeds:
 
 
 def seed_at(seed: int, index: int) -> int:
-    """Return the seed of request number `index`, derived from the engine's `seed`."""
     digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
     return int.from_bytes(digest) >> 8 * len(digest) - _SEED_BITS
 
@@ -213,20 +211,17 @@ class LiveChoice:
         )
 
     def _without_stop(self, row: OutputRow) -> list[int]:
-        """Return the tokens to decode: without a stop token, unless the output includes it."""
         includes = self.request.params.include_stop_str_in_output
         stopped = row.finish_reason is FinishReason.STOP
         return row.tokens[:-1] if stopped and not includes else row.tokens
 
     def _texts(self, count: int) -> list[str | None]:
-        """Return the text that each of the step's first `count` tokens added."""
         if self._stream is None:
             return [None] * count
         texts = [*self._stream.texts, ""][:count]  # a stop token is not always decoded
         return [*texts[:-1], *(text + self._stream.tail for text in texts[-1:])]
 
     def _rest(self) -> str:
-        """Return the text that was held back."""
         return self._stream.finish() if self._stream else ""
 
     def _choice(

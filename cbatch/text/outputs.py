@@ -166,7 +166,6 @@ class Completion(msgspec.Struct, frozen=True):
 
     @property
     def speculation(self) -> Speculation:
-        """Statistics of all choices together."""
         total = Speculation()
         for choice in self.choices:
             total.merge(choice.speculation)

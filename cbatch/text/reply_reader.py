@@ -104,7 +104,6 @@ class ReplyFormat(NamedTuple):
 
     @property
     def marks(self) -> list[str]:
-        """Every text that marks a part of a reply."""
         calls, thoughts = self.calls, self.thoughts
         marks = [] if calls is None else [*calls.tags, calls.end, *calls.head_tokens]
         if thoughts is not None:
@@ -142,7 +141,6 @@ class ReplyReader:
         return self._num_calls > 0 if self._forced is None else self._forced.complete
 
     def push(self, text: str, *, final: bool = False) -> list[Part]:
-        """Return the parts that `text` adds."""
         self._pending += text
         self._parts = []
         while self._state(final):
@@ -229,7 +227,6 @@ class ReplyReader:
         return True
 
     def _begin_call(self, before: str, head: str, partial_head: str) -> None:
-        """Start a possible call. If it turns out not to be one, `before` becomes text."""
         self._before, self._head, self._partial_head = before, head, partial_head
         self._object = None
         self._state = self._read_call

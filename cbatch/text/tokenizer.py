@@ -73,7 +73,6 @@ class ControlTokens:
         self._originals = {i: (token.content, ids[token.content]) for i, token in renamed_tokens}
 
     def escape(self, value: Any) -> Any:
-        """Return the JSON value with every control token escaped. Raises `RecursionError`."""
         return _map_texts(value, self._escaped)
 
     def _escaped(self, text: str) -> str:
@@ -157,8 +156,6 @@ _MAX_ADDED_TOKENS = 4096  # that a post-processor may put around a text
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character represents in byte-level BPE (GPT-2). A printable byte
-    has its own character; the other bytes have the characters from U+0100 on, in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -185,12 +182,10 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
         return self.raw.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """Upper bound on the characters of text that one token covers."""
         return max(map(len, self.raw.get_vocab(True)), default=1)
 
     @cached_property

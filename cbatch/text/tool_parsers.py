@@ -106,7 +106,6 @@ def find_reasoning_parser(setting: ReasoningParser, template: str) -> ReasoningP
 
 @lru_cache
 def mark_ids(form: ReplyFormat, tokenizer: TextTokenizer) -> frozenset[int]:
-    """Return the special tokens that are part of a mark."""
     ids = tokenizer.special_ids
     return frozenset(i for i in ids if any(tokenizer.added[i] in mark for mark in form.marks))
 

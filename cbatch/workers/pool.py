@@ -68,7 +68,6 @@ class WorkerPool:
         self._closed = False
 
     async def warm(self) -> None:
-        """Start the fork server and one worker, so that the first task does not wait for them."""
         self._idle[False].append(await self._fork())
 
     async def run(self, task: Callable[[Any], T], limits: TaskLimits) -> T:
@@ -105,7 +104,6 @@ class WorkerPool:
         raise WorkerDiedError(status)
 
     async def close(self) -> None:
-        """End all processes, also those with running tasks."""
         server, self._server, self._closed = self._server, None, True
         self._drop_idle()
         if server is not None:
@@ -225,7 +223,6 @@ class _ForkServer:
             self._control.send(PID.pack(pid))
 
     async def end(self, *, at_once: bool = False) -> None:
-        """End the process, and first its workers, unless it has to end `at_once`."""
         self._control.close()
         if not at_once:
             with suppress(TimeoutError):
@@ -243,7 +240,6 @@ class _Worker:
         self.kill: Callable[[], None]
 
     async def ask(self, content: bytes) -> tuple[int, Any]:
-        """Send a task and return (kind, value). Raises EOFError if the fork server has ended."""
         self.num_tasks += 1
         self._writer.writelines((LENGTH.pack(len(content)), content))
         return await self.answer()

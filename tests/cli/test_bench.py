@@ -102,10 +102,18 @@ def test_a_sweep_with_repeats_and_a_comparison(
     assert {each["difference"] for r in results for each in r["measures"]} <= {0, None}
 
 
+def test_the_highest_rate_is_searched_for(bench: Callable[..., Any]) -> None:
+    search = ("--find-rate", "--rate", "50", "--slo", "e2e=60", *SHORT, "--requests", "6")
+    run, document, _ = bench(*search)
+    best = document["capacity"]["best"]
+    assert document["schema"] == "cbatch-sweep" and len(document["loads"]) > 1
+    assert run.status == (best is None) and (best is None or best["rate"] in document["loads"])
+
+
 def test_the_servers_metrics_are_read_during_the_run(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("bench.load.run.report.SCRAPE_EVERY_S", 0.01)
+    monkeypatch.setattr("bench.load.run.report.SCRAPE_EVERY_S", 0.03)
     table, page = tmp_path / "loads.csv", tmp_path / "page.html"
     files = ("--csv", table, "--page", page)
     run, document, _ = bench("--concurrency", "4", *SHORT, "--requests", "64", *files)
@@ -167,9 +175,8 @@ def test_a_measured_run_next_to_its_simulation(
         assert drawn["report"] == json.loads(path.read_bytes())
         assert drawn["points"]["num_requests"] == 20 and len(drawn["points"]["e2e_s"]) == 20
     assert cbatch(*both).status == 0 and [each["points"] for each in _drawn(page)] == [None, None]
-    for wrong in ((sim_rows,), (sim_rows, trace), (sim_rows, tmp_path / "nowhere")):
-        run = cbatch(*both, "--records", *wrong)
-        assert run.status == 2 and "--records: " in run.err
+    run = cbatch(*both, "--records", sim_rows, trace)
+    assert run.status == 2 and "--records: " in run.err
     run = cbatch("report", "compare", prompts, prompts)
     assert run.status == 2 and "is not a report" in run.err
 
@@ -220,15 +227,10 @@ def test_a_file_of_prompts_and_calls_that_fail(bench: Callable[..., Any], tmp_pa
     ("argv", "words"),
     [
         (("--rate", "3", "--concurrency", "2"), "--concurrency: would be ignored"),
-        (("--arrivals", "poisson"), "--arrivals: would be ignored"),
         (("--rate", "-1"), "--rate: '-1' is not allowed"),
-        (("--find-rate", "--slo", "ttft=1"), "--find-rate: would be ignored"),
         (("--find-rate", "--rate", "1"), "--find-rate: would be ignored"),
-        (("--find-rate", "--rate", "1,2", "--slo", "ttft=1"), "--rate: has several"),
-        (("--goodput-share", "0.9"), "--goodput-share: would be ignored"),
         ((*TEXT, "--requests", "2", "--concurrency", "3"), "--requests: 2 for 3 clients"),
         ((*TEXT, "--prompt-tokens", "many"), "--prompt-tokens: 'many' is not known"),
-        (("--prompts", "demo", "--turns", "2"), "--prompts: would be ignored"),
         (("--slo", "ttft"), "--slo"),
         (("--field", "top_k"), "--field"),
     ],
@@ -266,8 +268,6 @@ def prompts(tmp_path: Path) -> tuple[str, str]:
         ("429 Too Many Requests", "slow down", "lower --concurrency or --rate"),
         ("400 Bad Request", "Unknown parameter: continuous_usage_stats", "give --final-usage"),
         ("400 Bad Request", "ignore_eos is not permitted", "give --no-ignore-eos"),
-        ("400 Bad Request", "Use 'max_completion_tokens' instead", "max_completion_tokens=N"),
-        ("400 Bad Request", "more than the context of 2048 tokens", "lower --prompt-tokens"),
     ],
 )
 def test_a_failed_run_prints_the_reason_first_and_the_remedy(
@@ -349,8 +349,6 @@ def answered(toy: Client) -> float:
 
 def test_the_self_test() -> None:
     with stub_server() as endpoint:
-        for processes in (1, 2):
-            row = asyncio.run(measure_client(endpoint, 16, processes, rounds=2))
-            assert (row["chunks"], row["failed"]) == (16 * 2 * 200, 0)
-            assert row["processes"] == processes
-            assert row["of_needed"] == pytest.approx(row["chunks_per_s_per_core"] / 5e4, abs=1e-3)
+        row = asyncio.run(measure_client(endpoint, 16, 2, rounds=1))
+    assert (row["chunks"], row["failed"], row["processes"]) == (16 * 200, 0, 2)
+    assert row["of_needed"] == pytest.approx(row["chunks_per_s_per_core"] / 5e4, abs=1e-3)

@@ -8,11 +8,10 @@ import pytest
 from rich.console import Console
 
 from cbatch import SamplingParams
-from cbatch.cli import demo_chat
-from cbatch.cli.lanes import Lanes
+from cbatch.cli import demo
 from cbatch.demo import demo_paths, demo_prompts
 from cbatch.engine.engine import Engine
-from tests.cli.conftest import INFO, Run
+from tests.cli.conftest import Run
 from tests.toy_engine import make_engine
 
 
@@ -54,18 +53,16 @@ def test_the_demo_without_a_terminal(
 def test_a_chat_continues_with_the_earlier_turns(
     cbatch: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(num_blocks=512, max_model_len=600)
-    monkeypatch.setattr(demo_chat, "find_model", lambda name: demo_paths()[0])
-    monkeypatch.setattr(demo_chat, "load_engine", lambda *_: (engine, INFO))
+    monkeypatch.setattr(demo, "find_model", lambda name: demo_paths()[0])
     run = cbatch("demo", "--prompts", 1, "--max-tokens", 4)
     chat = run.out.partition("a chat with smollm2")[2]
-    for question in demo_chat.QUESTIONS:
+    for question in demo.QUESTIONS:
         assert question in chat
-    assert chat.count(demo_chat.FOLLOW_UP) == len(demo_chat.QUESTIONS)
-    assert chat.count("│ ") >= 2 * len(demo_chat.QUESTIONS)
+    assert chat.count(demo.FOLLOW_UP) == len(demo.QUESTIONS)
+    assert chat.count("│ ") >= 2 * len(demo.QUESTIONS)
     assert re.search(r"\d+% of the prompt tokens were found in the prefix cache", chat)
     *_, result = run.lines[0]["results"]
-    assert result["batch"] == len(demo_chat.QUESTIONS) and result["output_tokens_per_s"] > 0
+    assert result["batch"] == len(demo.QUESTIONS) and result["output_tokens_per_s"] > 0
 
 
 def lanes_after(engine: Engine, steps: int) -> str:
@@ -75,7 +72,7 @@ def lanes_after(engine: Engine, steps: int) -> str:
             f"def function_{at}(", SamplingParams(max_tokens=30 + 10 * at, seed=at)
         )
         names[accepted.request_id] = f"function_{at}"
-    lanes = Lanes(2, names)
+    lanes = demo.Lanes(2, names)
     for _ in range(steps):
         if engine.has_work:
             lanes.update(engine.step())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import signal
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 from cbatch import SamplingParams
 from cbatch.cli.main import main
 from cbatch.llm import complete_all
-from cbatch.text.output_processor import seed_at
 from tests.cli.conftest import Run
 from tests.toy_engine import make_engine
 
@@ -129,63 +127,32 @@ def test_bad_options_are_named(cbatch: Command, argv: tuple[str, ...], field: st
 
 
 GOOD = b'{"prompt": "def f():", "max_tokens": 4}'
-HUGE = b"9" * 400
 
 
 def line_with(field: str, value: bytes) -> bytes:
     return b'{"prompt": "a", "%s": %s}' % (field.encode(), value)
 
 
-BAD_LINES: dict[str, tuple[bytes, str]] = {
-    # name: (line, the error's words)
-    "half a pair in the prompt": (b'{"prompt": "\\ud800 x"}', "prompt: character 0 is half of a"),
-    "half a pair in the id": (
-        line_with("id", b'"a\\udc00"'),
-        "id: character 1 is half of a surrogate",
-    ),
-    "half a pair in a stop": (
-        line_with("stop", b'["b", "\\ud800"]'),
-        "stop[1]: character 0 is half of a",
-    ),
-    "half a pair in a grammar": (
-        line_with("structured_outputs", b'{"regex": "\\ud800"}'),
-        "structured_outputs: ",
-    ),
-    "half a pair as a schema's key": (
-        line_with("structured_outputs", b'{"json": {"\\ud800": 1}}'),
-        "structured_outputs: ",
-    ),
-    "half a pair in a name": (line_with("\\\\ud800", b"1"), "is not a known field"),
-    "a nest without an end": (b'{"prompt": ' + b"[" * 100_000, "line: is nested too deeply"),
-    "a nest": (b'{"prompt": %s}' % (b"[" * 900 + b"]" * 900), "prompt: [[[[["),
-    "a nest as a schema": (
-        line_with("structured_outputs", b'{"json": %s}' % (b'{"a":' * 900 + b"1" + b"}" * 900)),
-        "",
-    ),
-    "no UTF-8": (b'{"prompt": "\xff"}', "line: is not UTF-8 (invalid start byte at byte 12)"),
-    "NUL alone": (b"\0", "line: is not JSON"),
-    "two objects": (GOOD + GOOD, "line: is not JSON"),
-    "many digits": (line_with("seed", b"9" * 5000), "line: is not JSON"),
-    "a huge seed": (line_with("seed", HUGE), "seed: 999"),
-    "a huge length": (line_with("max_tokens", HUGE), "max_tokens: 999"),
-    "a length beyond int32": (line_with("max_tokens", b"2147483648"), "max_tokens: 2147483648"),
-    "a huge n": (line_with("n", b"1000000000"), "n: 1000000000 is not allowed"),
-    "a huge token id": (b'{"prompt": [%s]}' % HUGE, "prompt: "),
-    "a huge id of a bias": (line_with("logit_bias", b'{"%s": 1}' % HUGE), "logit_bias: "),
-    "infinity": (line_with("temperature", b"1e999"), "temperature: inf"),
-    "NaN": (line_with("top_p", b"NaN"), "top_p: nan"),
-    "another type": (line_with("stop", b"{}"), "stop: {} is not allowed"),
-    "a long unknown name": (line_with("a" * 100_000, b"1"), "aaaa"),
-    "a long prompt": (
-        b'{"prompt": "%s"}' % (b"ab" * 4_000_000),
-        "prompt resulted in at least",
-    ),
-    "a long value": (line_with("id", b"[%s]" % (b"1," * 10**6 + b"1")), "id: [1, 1, "),
-    "a long list": (
-        line_with("banned_token_ids", b"[%s]" % (b"1," * 10**5 + b"1")),
-        "has 100001 ids",
-    ),
-}
+BAD_LINES: tuple[tuple[bytes, str], ...] = (  # line, and the error's words
+    (b'{"prompt": "\\ud800 x"}', "prompt: character 0 is half of a"),
+    (line_with("id", b'"a\\udc00"'), "id: character 1 is half of a surrogate"),
+    (line_with("stop", b'["b", "\\ud800"]'), "stop[1]: character 0 is half of a"),
+    (line_with("structured_outputs", b'{"regex": "\\ud800"}'), "structured_outputs: "),
+    (line_with("\\\\ud800", b"1"), "is not a known field"),
+    (b'{"prompt": ' + b"[" * 100_000, "line: is nested too deeply"),
+    (b'{"prompt": %s}' % (b"[" * 900 + b"]" * 900), "prompt: [[[[["),
+    (b'{"prompt": "\xff"}', "line: is not UTF-8 (invalid start byte at byte 12)"),
+    (b"\0", "line: is not JSON"),
+    (line_with("seed", b"9" * 5000), "line: is not JSON"),
+    (line_with("max_tokens", b"9" * 400), "max_tokens: 999"),
+    (b'{"prompt": [%s]}' % (b"9" * 400), "prompt: "),
+    (line_with("temperature", b"1e999"), "temperature: inf"),
+    (line_with("top_p", b"NaN"), "top_p: nan"),
+    (line_with("stop", b"{}"), "stop: {} is not allowed"),
+    (b'{"prompt": "%s"}' % (b"ab" * 400_000), "prompt resulted in at least"),
+    (line_with("id", b"[%s]" % (b"1," * 10**5 + b"1")), "id: [1, 1, "),
+    (line_with("banned_token_ids", b"[%s]" % (b"1," * 10**5 + b"1")), "has 100001 ids"),
+)
 
 
 def generate(cbatch: Command, folder: Path, content: bytes, *more: Any) -> list[dict[str, Any]]:
@@ -200,25 +167,20 @@ def generate(cbatch: Command, folder: Path, content: bytes, *more: Any) -> list[
 
 def test_only_bad_lines_end_with_an_error(cbatch: Command, tmp_path: Path) -> None:
     """Good lines do not fail because of other lines, or when the run is resumed."""
-    lines = [GOOD, *(line for line, _ in BAD_LINES.values()), GOOD]
+    lines = [GOOD, *(line for line, _ in BAD_LINES), GOOD]
     content = b"\r\n".join(lines)
     rows = generate(cbatch, tmp_path, content)
     for row in (rows[0], rows[-1]):
         assert row["error"] is None and len(row["choices"][0]["token_ids"]) == 4
-    for number, (bad, (name, (_, words))) in enumerate(
-        zip(rows[1:-1], BAD_LINES.items(), strict=True), start=2
-    ):
-        assert bad["choices"] == [] and bad["error"].startswith(f"line {number}: "), name
-        assert words in bad["error"] and len(bad["error"]) < 1200, name
+    for number, (bad, (_, words)) in enumerate(zip(rows[1:-1], BAD_LINES, strict=True), start=2):
+        assert bad["choices"] == [] and bad["error"].startswith(f"line {number}: "), words
+        assert words in bad["error"] and len(bad["error"]) < 1200, words
     assert generate(cbatch, tmp_path, content, "--resume") == rows
 
 
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_byte_order_marks_and_line_ends_are_removed(
-    cbatch: Command, tmp_path: Path, end: bytes
-) -> None:
+def test_byte_order_marks_and_line_ends_are_removed(cbatch: Command, tmp_path: Path) -> None:
     """A byte order mark is removed, also in the middle of concatenated files."""
-    mark = b"\xef\xbb\xbf"
+    mark, end = b"\xef\xbb\xbf", b"\r\n"
     rows = generate(cbatch, tmp_path, end.join((mark + GOOD, b" \t", mark + GOOD)))
     assert [len(row["choices"][0]["token_ids"]) for row in rows] == [4, 4]
     (tmp_path / "in.txt").write_bytes(end.join((mark + b"one", b"", b"t\xffo", mark + b"three")))
@@ -270,10 +232,6 @@ def interrupted(lines: list[bytes]) -> list[bytes]:
     return lines[:5]
 
 
-def reordered(lines: list[bytes]) -> list[bytes]:
-    return random.Random(1).sample(lines, 7)
-
-
 def failed(lines: list[bytes]) -> list[bytes]:
     """Return the results of an engine that cannot be kept running."""
     row = json.loads(lines[4]) | {"choices": [], "error": "the executor failed 3 times in a row"}
@@ -284,11 +242,7 @@ def cut(lines: list[bytes]) -> list[bytes]:
     return [*failed(lines), lines[9][:20]]
 
 
-def saved_by_an_editor(lines: list[bytes]) -> list[bytes]:
-    return [b"\xef\xbb\xbf" + lines[0].replace(b"\n", b"\r\n"), *lines[1:4]]
-
-
-@pytest.mark.parametrize("left", [interrupted, reordered, failed, cut, saved_by_an_editor])
+@pytest.mark.parametrize("left", [interrupted, failed, cut])
 def test_a_resumed_run_equals_an_uninterrupted_run(
     cbatch: Command,
     tmp_path: Path,
@@ -315,35 +269,20 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_seeds_depend_only_on_the_engines_seed_and_the_line(
-    cbatch: Command, tmp_path: Path, source: Path
-) -> None:
-    seeds = {}
-    for seed in (7, 8):
-        output = tmp_path / f"{seed}.jsonl"
-        cbatch("generate", "--input", source, "--engine-seed", seed, "--output", output)
-        seeds[seed] = {index: drawn for index, (drawn, _) in tokens_of(output).items()}
-        own = {3: 5, 5: None}
-        assert seeds[seed] == {i: seed_at(seed, i) for i in range(NUM_LINES)} | own
-    assert len({*seeds[7].values(), *seeds[8].values()} - {5, None}) == 2 * (NUM_LINES - 2)
-    assert all(0 <= drawn < 2**53 for drawn in seeds[7].values() if drawn is not None)
-
-
 def test_sampled_text_is_the_same_however_the_run_is_interrupted(tmp_path: Path) -> None:
     """Measured prices decide the number of drafts, which must not change a token."""
-    source, outputs = tmp_path / "in.jsonl", [tmp_path / f"{i}.jsonl" for i in range(3)]
-    line = {"prompt": "def", "temperature": 1.0, "max_tokens": 12, "n": 2}
+    source, outputs = tmp_path / "in.jsonl", [tmp_path / f"{i}.jsonl" for i in range(2)]
+    line = {"prompt": "def", "temperature": 1.0, "max_tokens": 6, "n": 2}
     source.write_text((json.dumps(line) + "\n") * NUM_LINES, encoding="utf-8")
     command = ["generate", "--input", str(source), "--engine-seed", "7", "--no-progress"]
-    for output, lookahead, slots in zip(outputs, ("adaptive", "fixed:6"), "83", strict=False):
-        more = ["--lookahead", lookahead, "--max-num-seqs", slots]
-        assert main([*command, "--output", str(output), *more]) == 0
+    more = ["--lookahead", "fixed:6", "--max-num-seqs", "8"]
+    assert main([*command, "--output", str(outputs[0]), *more]) == 0
     whole = outputs[0].read_bytes().splitlines(keepends=True)
-    outputs[2].write_bytes(b"".join(whole[4:9]))
+    outputs[1].write_bytes(b"".join(whole[4:9]))
     more = ["--max-num-seqs", "5", "--lookahead", "off", "--resume"]
-    assert main([*command, "--output", str(outputs[2]), *more]) == 0
+    assert main([*command, "--output", str(outputs[1]), *more]) == 0
     texts = tokens_of(outputs[0])
-    assert tokens_of(outputs[1]) == texts and tokens_of(outputs[2]) == texts
+    assert tokens_of(outputs[1]) == texts
     assert len({str(tokens) for _, tokens in texts.values()}) > NUM_LINES / 2
 
 
@@ -383,10 +322,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.split(b"\n")[:-1]]
 
 
-@pytest.mark.parametrize("stop_with", [signal.SIGINT, signal.SIGKILL])
-def test_a_stopped_run_is_resumed(
-    stop_with: signal.Signals, cbatch: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_stopped_run_is_resumed(cbatch: Callable[..., Run], tmp_path: Path) -> None:
     prompts = [{"prompt": f"def f{i}(", "max_tokens": 8, "seed": i} for i in range(NUM_PROMPTS)]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
@@ -402,10 +338,9 @@ def test_a_stopped_run_is_resumed(
         while len(lines_of(output)) < 4:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.005)
-        process.send_signal(stop_with)
+        process.send_signal(signal.SIGINT)
         errors, _ = process.communicate(timeout=120)
-    if stop_with is signal.SIGINT:
-        assert process.returncode == 130 and "--resume" in errors
+    assert process.returncode == 130 and "--resume" in errors
     before = lines_of(output)
     assert 4 <= len(before) < NUM_PROMPTS, "it was not stopped during its work"
     assert cbatch(*command, "--resume").status == 0

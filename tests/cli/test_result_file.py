@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from cbatch.cli import result_file
-from cbatch.cli.jobs import Job
+from cbatch.cli import jobs
+from cbatch.cli.jobs import Job, ResultFile, ResultStream, open_results
 from cbatch.cli.main import main
-from cbatch.cli.result_file import ResultFile, ResultStream, open_results
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from tests.cli.conftest import Run
@@ -66,21 +65,6 @@ def test_a_full_disk_leaves_complete_lines_and_the_run_can_be_resumed(tmp_path: 
         for job in JOBS[1:]:
             results.write(line_of(job))
     assert indices(path) == [0, 1, 2, 3, 4, 5]
-
-
-def test_a_full_disk_while_failures_are_removed_loses_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
-        results.write(line_of(JOBS[0]))
-        results.write(line_of(JOBS[1], error="the executor failed"))
-    before = path.read_bytes()
-    with disk_of(100), pytest.raises(FieldError, match="cannot be written"):
-        ResultFile(path, JOBS, resume=True)
-    assert path.read_bytes() == before and os.listdir(tmp_path) == ["out.jsonl"]
-    with contextlib.closing(ResultFile(path, JOBS, resume=True)) as results:
-        assert (results.done, results.num_failed) == ({0}, 1)
-        results.write(line_of(JOBS[1]))
-    assert indices(path) == [0, 1]
 
 
 @pytest.mark.parametrize("device", ["output", "stdout"])
@@ -136,7 +120,7 @@ def test_a_file_that_another_run_has_replaced_is_not_written(
     path = tmp_path / "out.jsonl"
     with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
         results.write(line_of(JOBS[0]))
-    lock = result_file.lock_file
+    lock = jobs.lock_file
 
     def late(file: Any) -> bool:
         other = tmp_path / "other"
@@ -144,7 +128,7 @@ def test_a_file_that_another_run_has_replaced_is_not_written(
         other.replace(path)
         return lock(file)
 
-    monkeypatch.setattr(result_file, "lock_file", late)
+    monkeypatch.setattr(jobs, "lock_file", late)
     with pytest.raises(FieldError, match="another run writes to"):
         ResultFile(path, JOBS, resume=True)
     assert indices(path) == [0]
@@ -200,12 +184,3 @@ def test_a_file_that_was_changed_between_runs_is_rejected_unchanged(
     with pytest.raises(FieldError, match=f"--resume: {words}"):
         ResultFile(path, JOBS, resume=True)
     assert path.read_bytes() == before
-
-
-def test_a_lone_surrogate_is_escaped_as_in_json(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    with contextlib.closing(ResultFile(path, JOBS, resume=False)) as results:
-        results.write(line_of(JOBS[0], text="\ud800 ü"))
-    line = path.read_bytes()
-    assert b"\\ud800 " in line and "ü".encode() in line
-    assert json.loads(line)["choices"][0]["text"] == "\ud800 ü"

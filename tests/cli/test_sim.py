@@ -60,27 +60,6 @@ def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path
     assert ratio > 1.05 and f"×{ratio:.2f}" in run.out and "×1.00" in run.out
 
 
-def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> None:
-    path = tmp_path / "shared.jsonl"
-    blocks = {"hash_ids": (1, 2, 3), "hash_block_tokens": 16}
-    requests = (
-        TraceRequest(arrival_s=i * 1.0, prompt_tokens=48, output_tokens=2, **blocks)
-        for i in range(4)
-    )
-    write_requests(path, requests)
-    out = tmp_path / "out.json"
-    swept = ("--sweep", "enable-prefix-caching=on,off", "--json", out, "--processes", 1)
-    assert cbatch("sim", path, *CONSTANT, *swept).status == 0
-    assert [r["prefix_hit_tokens"] for r in json.loads(out.read_bytes())] == [3 * 32, 0]
-    with pytest.raises(SystemExit):
-        cbatch("sim", path, *CONSTANT, "--sweep")
-    refused = cbatch("sim", path, *CONSTANT, "--sweep", "scheduling-policy=fcfs;a,b")
-    assert (
-        refused.status == 2
-        and "--sweep scheduling-policy=a,b: 'a,b' is not allowed; use fcfs" in refused.err
-    )
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -90,24 +69,16 @@ def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> Non
             ("--sweep", "num-seqs=2,3"),
             "'num-seqs' is not an option of a simulation; did you mean max-num-seqs?; use one of",
         ),
-        (("--sweep", "slo=ttft=1,ttft=2"), "'slo' is not an option of a simulation"),
         (
             ("--sweep", "max-num-seqs=2,many"),
             "--sweep max-num-seqs=many: 'many' is not allowed",
-        ),
-        (("--sweep", "max-num-seqs=2,0"), "--sweep max-num-seqs=0: 0 is not allowed"),
-        (
-            ("--sweep", "max-num-seqs=2,4", "--sweep", "max-num-seqs=8"),
-            "max-num-seqs is given twice",
         ),
         (("--sweep", "max-num-seqs=2,4", "--max-num-seqs", 8), "--max-num-seqs: would be ignored"),
         (
             ("--sweep", "enable-prefix-caching=yes,no"),
             "--sweep enable-prefix-caching=yes: 'yes' is not allowed; use on or off",
         ),
-        (("--sweep", "seed=1,2", "--draft", "llama-3.2-1b"), "--draft: would be"),
         (("--sweep", "seed=1,2", "--records", "{out}"), "--records: would be ignored with --sweep"),
-        (("--sweep", "seed=1,2", "--processes", 0), "--processes: 0 is not allowed"),
         (("--processes", 2), "--processes: would be ignored without --sweep"),
     ],
 )
@@ -122,13 +93,6 @@ def test_bad_sweeps_are_rejected_before_anything_runs(
     run = cbatch("sim", trace, *CONSTANT, *(str(a).format(out=out) for a in argv))
     assert run.status == 2 and words in run.err, run.err
     assert not out.exists()
-
-
-def test_an_error_in_another_process_is_reported_unchanged(cbatch: Command, tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n1,2,3\n2,2,2\n3,x,3\n")
-    run = cbatch("sim", path, *CONSTANT, "--sweep", "max-num-seqs=2,3", "--processes", 2)
-    assert run.status == 2 and "line 4: num_prefill_tokens: 'x' is not a number" in run.err
 
 
 ONE_SLOT = ("--num-blocks", 200, "--max-model-len", 500, "--max-num-seqs", 1)
@@ -168,48 +132,6 @@ def test_the_capacity_and_all_rates_are_reported(cbatch: Command, slow: Path) ->
     assert scenario["settings"]["max_num_seqs"] == 1 and scenario["level"]["percentile"] == 99
 
 
-def test_a_short_trace_of_sessions_has_the_capacity_of_a_long_one(
-    cbatch: Command, tmp_path: Path
-) -> None:
-    """16 slots, 10 ms per step and 40 tokens on average: about 40 requests per second. The
-    objective is only on the time between tokens, which a queue does not change."""
-    path = tmp_path / "made.jsonl"
-    law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
-    sessions = ("--sessions", 10, "--turns", "fixed:3", "--think", 0.3)
-    made = cbatch("trace", "generate", path, *law, "--seed", 3, *sessions)
-    assert made.status == 0, made.err
-    engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
-    slo = ("--step-seconds", 0.01, "--slo", "tpot=0.02", "--rate-scales", "8:48")
-    run = cbatch("sim", "capacity", path, *engine, *slo)
-    (document,) = run.lines[-1]["scenarios"]
-    assert document["ends"] == "between" and 32 < document["best"]["arrivals_per_s"] < 44, run.out
-
-
-def test_a_trace_that_is_much_too_short_is_reported(cbatch: Command, tmp_path: Path) -> None:
-    """The engine has unlimited slots, and the trace is too short to show a growing queue."""
-    path = tmp_path / "long.jsonl"
-    requests = [
-        TraceRequest(arrival_s=i * 1e-5, prompt_tokens=4, output_tokens=50) for i in range(9000)
-    ]
-    write_requests(path, requests)
-    slots = ("--num-blocks", 90_000, "--max-model-len", 500, "--max-num-seqs", 20_000)
-    budget = ("--max-num-batched-tokens", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
-    run = cbatch("sim", "capacity", path, *slots, *budget, "--rate-scales", "0.5:1")
-    assert run.status == 0 and "too short to distinguish a burst from a steady load" in run.out, (
-        run.out
-    )
-
-
-def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, slow: Path) -> None:
-    swept = ("--sweep", "step-seconds=0.01,0.02", "--processes", 1)
-    run = cbatch(
-        "sim", "capacity", slow, *ONE_SLOT, *swept, "--slo", "ttft=0.3", "--goodput-share", 0.99
-    )  # fmt: skip
-    assert run.status == 0, run.err
-    fast, slow = (scenario["best"]["rate"] for scenario in run.lines[-1]["scenarios"])
-    assert fast > 1.5 * slow and "step-seconds 0.02" in run.out
-
-
 def test_ends_of_the_range_are_reported(cbatch: Command, slow: Path) -> None:
     low = cbatch("sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "tpot=0.001")
     assert low.status == 0 and "even 0.01562 times the rate misses the objectives" in low.out
@@ -229,10 +151,8 @@ def test_ends_of_the_range_are_reported(cbatch: Command, slow: Path) -> None:
     [
         ((), "--slo: is missing"),
         (("--slo", "ttft=1", "--percentile", 101), "--percentile: 101.0"),
-        (("--slo", "ttft=1", "--goodput-share", 1.5), "--goodput-share: 1.5"),
         (("--slo", "ttft=1", "--rate-scales", "2:1"), "--rate-scales: 2.0:1.0"),
         (("--slo", "ttft=1", "--sweep", "rate=1,2"), "'rate' is not an option"),
-        (("--slo", "ttft=1", "--acceptance", 0.5), "--acceptance: would be ignored"),
         (("--slo", "ttft=1", "--json", "/no/such/folder/r.json"), "--json: /no/such"),
     ],
 )
@@ -241,12 +161,3 @@ def test_errors_about_bad_options(
 ) -> None:
     run = cbatch("sim", "capacity", slow, *SLOT_CONSTANT, *argv)
     assert run.status == 2 and words in run.err, run.err
-
-
-def test_traces_without_a_capacity_report_the_reason(cbatch: Command, tmp_path: Path) -> None:
-    at_once = write(tmp_path / "at_once.jsonl", 0.0)
-    run = cbatch("sim", "capacity", at_once, *SLOT_CONSTANT, "--slo", "ttft=1")
-    assert run.status == 2 and "all arrive at once" in run.err
-    too_long = write(tmp_path / "long.jsonl", 0.5, prompt_tokens=600)
-    run = cbatch("sim", "capacity", too_long, *SLOT_CONSTANT, "--slo", "ttft=1")
-    assert run.status == 2 and "none of its requests can run" in run.err

@@ -15,10 +15,10 @@ import pytest
 from msgspec.structs import replace
 
 from cbatch import SamplingParams
-from cbatch.cli import chat_session
-from cbatch.cli.chat_session import ChatSession
+from cbatch.cli import chat
+from cbatch.cli.chat import ChatSession
 from cbatch.cli.console import TextConsole
-from cbatch.cli.result_file import ResultStream
+from cbatch.cli.jobs import ResultStream
 from cbatch.engine.engine import Engine
 from cbatch.system.terminal import escaped, shown
 from cbatch.text.reply_reader import Thought
@@ -29,18 +29,18 @@ from tests.toy_engine import make_engine
 ROOT = Path(__file__).parents[2]
 Command = Callable[..., Run]
 # Texts that clear the screen, write the clipboard, set a title, and that hide or reorder others.
-HOSTILE = {
-    "clear": "\x1b[2J",
-    "clipboard": "\x1b]52;c;ZXZpbA==\x07",
-    "title in C1": "\x9d0;evil\x9c",
-    "C1 sequence": "\x9b2J",
-    "overwritten": "rm -rf /\rls",
-    "erased": "rm\x08\x08ls\x7f",
-    "reordered": "\u202etxt.exe\u2066\u2069\u200f",
-    "lines": "a\u2028b\u2029c\x0bd\x0ce\x85f",
-}
+HOSTILE = (
+    "\x1b[2J",
+    "\x1b]52;c;ZXZpbA==\x07",
+    "\x9d0;evil\x9c",
+    "\x9b2J",
+    "rm -rf /\rls",
+    "rm\x08\x08ls\x7f",
+    "\u202etxt.exe\u2066\u2069\u200f",
+    "a\u2028b\u2029c\x0bd\x0ce\x85f",
+)
+TEXT = "".join(HOSTILE)
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f]")
-every_text = pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 
 
 class Screen(io.StringIO):
@@ -53,24 +53,23 @@ def unstyled(screen: Screen) -> str:
     return re.sub("\x1b\\[[0-9;]*m", "", screen.getvalue())
 
 
-@every_text
-def test_control_characters_are_shown_on_a_terminal_alone(text: str) -> None:
-    assert not FORBIDDEN.search(shown(text, Screen()))
-    assert shown(text, io.StringIO()) == text
-    assert "".join(escaped(each) for each in text) == escaped(text), "split over chunks"
+def test_control_characters_are_shown_on_a_terminal_alone() -> None:
+    assert not FORBIDDEN.search(shown(TEXT, Screen()))
+    assert shown(TEXT, io.StringIO()) == TEXT
+    assert "".join(escaped(each) for each in TEXT) == escaped(TEXT), "split over chunks"
     assert escaped("naïve\ttext\n漢字 👩‍👩‍👧") == "naïve\ttext\n漢字 👩‍👩‍👧"
 
 
-@every_text
 @pytest.mark.parametrize("drafts", [False, True])
 def test_answers_and_thoughts_of_a_chat_are_shown(
-    monkeypatch: pytest.MonkeyPatch, text: str, drafts: bool
+    monkeypatch: pytest.MonkeyPatch, drafts: bool
 ) -> None:
     """Each character comes as a piece of its own."""
+    text = TEXT
     pieces = [*((Thought(each), drafts) for each in text), *((each, drafts) for each in text)]
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(chat_session, "read_reply", lambda output, reader: pieces)
+    monkeypatch.setattr(chat, "read_reply", lambda output, reader: pieces)
     params = SamplingParams(max_tokens=1)
     session = ChatSession(make_engine(), FORMAT, params, TextConsole(stderr=True), None, drafts)
     session.say("hello")
@@ -81,7 +80,7 @@ def test_answers_and_thoughts_of_a_chat_are_shown(
     assert seen.split() == f"{escaped(text)}\n{escaped(text)}".split()
 
 
-@every_text
+@pytest.mark.parametrize("text", HOSTILE)
 def test_errors_and_the_models_name_are_shown(
     cbatch: Command, monkeypatch: pytest.MonkeyPatch, engines: list[Engine], text: str
 ) -> None:
@@ -97,64 +96,51 @@ def test_errors_and_the_models_name_are_shown(
     assert f"models/{escaped(text)}" in said and "/nowhere/" in said
 
 
-@every_text
-def test_results_on_a_terminal_are_the_same_json(text: str) -> None:
+def test_results_on_a_terminal_are_the_same_json() -> None:
     class Terminal(io.BytesIO):
         def isatty(self) -> bool:
             return True
 
     piped, screen = io.BytesIO(), Terminal()
     for out in (piped, screen):
-        ResultStream(out).write({"text": text, "more": "é"})
+        ResultStream(out).write({"text": TEXT, "more": "é"})
     for out in (piped, screen):
-        assert json.loads(out.getvalue()) == {"text": text, "more": "é"}
+        assert json.loads(out.getvalue()) == {"text": TEXT, "more": "é"}
     assert not FORBIDDEN.search(screen.getvalue().decode())
 
 
 # --- nothing ends a chat --------------------------------------------------------------------------
 
-LINES = {
-    "a NUL in a path": "/save a\0b",
-    "no such user": "/save ~nosuchuser/x",
-    "a full disk": "/save /dev/full",
-    "infinity": "/set temperature 1e999",
-    "nested deeply": "/set structured_outputs " + "[" * 5000,
-    "half a pair": '/set structured_outputs {"regex": "\\ud800"}',
-}
+LINES = (
+    "/save a\0b",
+    "/save ~nosuchuser/x",
+    "/save /dev/full",
+    "/set temperature 1e999",
+    "/set structured_outputs " + "[" * 5000,
+    '/set structured_outputs {"regex": "\\ud800"}',
+)
 
 
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
-def test_a_chat_goes_on_after_a_line(
-    cbatch: Command, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    text = f"def f(\n{line}\nclass A\n"
+def test_a_chat_goes_on_after_a_bad_line(cbatch: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"def f(\n{line}\n" for line in LINES) + "class A\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     run = cbatch("chat", "--max-tokens", 3, "--seed", 1)
-    assert run.status == 2 and len(run.out.splitlines()) >= 2
-    assert len([each for each in run.err.splitlines() if "; " in each]) >= 1, run.err
-
-
-STREAMS = {
-    "ASCII": ({"PYTHONIOENCODING": "ascii"}, "", "\\xe9\\xe9\\xe9\n"),
-    "no input": ({}, "exec 0<&-;", ""),
-    "no errors": ({}, "exec 2>&-;", "ééé\n"),
-}
+    assert run.status == 2 and len(run.out.splitlines()) >= len(LINES) + 1
+    assert len([each for each in run.err.splitlines() if "; " in each]) >= len(LINES), run.err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STREAMS)
-def test_a_chat_takes_any_streams(name: str) -> None:
-    variables, before, expected = STREAMS[name]
+def test_a_chat_takes_any_streams() -> None:
+    """Standard output takes only ASCII, and standard error is closed."""
     options = ["--temperature", "0", "--kv-cache-memory-bytes", "50M"]
     grammar = json.dumps({"regex": "\u00e9{3}"})  # in ASCII
     words = [sys.executable, "-m", "cbatch.cli.main", "chat", *options]
     run = subprocess.run(
-        ["bash", "-c", f'{before} exec "$@"', "bash", *words],
+        ["bash", "-c", 'exec 2>&-; exec "$@"', "bash", *words],
         input=f"/set structured_outputs {grammar}\nhello\n".encode(),
         cwd=ROOT,
-        env=os.environ | variables,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
         capture_output=True,
         timeout=600,
     )
-    assert run.returncode == 0 and b"Traceback" not in run.stderr, run.stderr
-    assert run.stdout.decode() == expected
+    assert run.returncode == 0 and run.stdout == b"\\xe9\\xe9\\xe9\n"

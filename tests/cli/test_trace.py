@@ -14,9 +14,10 @@ from cbatch.cli.settings import add_flags, read_settings
 from cbatch.steplog.recorder import StepRecorder
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
-from sim.workload.arrivals import gamma, poisson
-from sim.workload.generate import Conversations, converse, generate
-from sim.workload.lengths import fixed, lognormal, uniform
+from sim.workload.arrivals import gamma
+from sim.workload.generate import generate
+from sim.workload.lengths import lognormal, uniform
+from sim.workload.options import warn
 from sim.workload.traces.reader import Trace, write_requests
 from sim.workload.traces.request import TraceRequest
 from tests.cli.conftest import Run
@@ -68,10 +69,7 @@ def test_convert_sort_sample_and_scale(cbatch: Command, tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (("show", "{trace}", "--seed", 1), "--seed: is not used here"),
-        (("show", "{trace}", "--format", "azure"), "the file is cbatch-requests"),
-        (("show", "{trace}", "--spread", 3), "rounded to less than that"),
         (("sample", "{trace}", "{out}"), "keeps everything"),
-        (("sample", "{trace}", "{out}", "--window", "900:"), "no request is left"),
         (("scale", "{trace}", "{out}"), "changes nothing"),
         (("scale", "{trace}", "{trace}", "--rate", 2), "the trace itself"),
         (("convert", "{trace}", "{out}/in/nowhere"), "OUT: "),
@@ -93,6 +91,7 @@ def test_sim_prints_a_table_and_writes_the_requested_files(cbatch: Command, trac
     files = ("--records", records, "--page", page, "--perfetto", steps)
     run = cbatch("sim", trace, *SMALL, "--slo", "ttft=0.015", "--json", out, *files)
     assert run.status == 0 and "time to first token" in run.out
+    assert "simulated: cost constant, step duration s 0.01" in run.out
     report, last = json.loads(out.read_bytes()), run.lines[-1]
     assert report["requests"] == last["requests"] == 30
     assert report["settings"]["cost"] == "constant" and report["goodput"]["share"] <= 1
@@ -137,13 +136,8 @@ def test_sim_of_a_fleet(cbatch: Command, trace: Path) -> None:
     ("argv", "words"),
     [
         (("--acceptance", 0.5), "--acceptance: would be ignored"),
-        (("--draft", "llama-3.2-1b"), "--draft: would be ignored"),
         (("--concurrency", 2, "--rate", 3), "--rate: would be ignored"),
-        (("--step-seconds", 0.1, "--gpu", "H100"), "--gpu: would be ignored"),
-        (("--cost", "f", "--tp", 2), "--tensor-parallel-size: would be ignored"),
         (("--cost", "/no/file"), "--cost: /no/file is not a cost profile"),
-        (("--cost-table", "/no/folder"), "dense.csv"),
-        (("--cost-table", "/no/folder", "--lookahead", "ema"), "has no prices of drafts"),
         ((*SMALL, "--lookahead", "ema", "--acceptance", "beta:1"), "--acceptance: 'beta:1'"),
         (("--step-seconds", 0.1), "--num-blocks: is not known"),
         (("--step-seconds", 0), "--step-seconds: 0.0 is not allowed; give positive seconds"),
@@ -151,14 +145,8 @@ def test_sim_of_a_fleet(cbatch: Command, trace: Path) -> None:
         (("--slo", "tft=1"), "--slo: 'tft=1'"),
         (("--gpu", "H1000"), "--gpu: 'H1000' is unknown"),
         (("--model", "gpt-7"), "--model: 'gpt-7'"),
-        (("--concurrency", 1, "--think", -1), "think_s"),
-        (("--replicas", 0), "--replicas: 0 is not allowed"),
         (("--replicas", 2, "--router", "random"), "--router: 'random' is unknown"),
-        (("--router", "least-loaded"), "--router: would be ignored"),
-        ((*SMALL, "--pool", "vllm-0.19"), "--pool: would be ignored"),
         (("--step-seconds", 0.1, "--pool", "vllm-0.19"), "the memory of the device is not known"),
-        (("--pool", "/no/file", "--gpu-memory-utilization", 0.8), "--pool sets the pool"),
-        (("--pool", "/no/file"), "--pool: /no/file cannot be read"),
         (("--gpu-memory-utilization", 1.5), "--gpu-memory-utilization: 1.5 is not allowed"),
     ],
 )
@@ -167,48 +155,6 @@ def test_errors_about_bad_options(
 ) -> None:
     run = cbatch("sim", trace, *argv)
     assert run.status == 2 and words in run.err, run.err
-
-
-def test_the_pool_of_a_device_or_of_a_recorded_run(
-    cbatch: Command, trace: Path, tmp_path: Path
-) -> None:
-    card = ("--gpu", "RTX4090", "--pool", "vllm-0.19")
-    settings = cbatch("sim", trace, *card).lines[-1]["settings"]
-    assert settings["num_blocks"] == pytest.approx(2588, rel=0.03), "as in vLLM 0.19 on this GPU"
-    assert (settings["pool"], settings["gpu_memory_utilization"]) == ("vllm-0.19", 0.9)
-    longer = cbatch("sim", trace, *card, "--max-num-batched-tokens", 32768).lines[-1]["settings"]
-    assert longer["num_blocks"] < 0.6 * settings["num_blocks"], "the largest step needs more memory"
-    log = tmp_path / "vllm.log"
-    log.write_text("GPU KV cache size: 41,408 tokens\n", encoding="utf-8")
-    for device in (("--gpu", "H100"), ("--step-seconds", 0.1, "--max-model-len", 9000)):
-        settings = cbatch("sim", trace, *device, "--pool", log).lines[-1]["settings"]
-        assert (settings["num_blocks"], settings["pool"]) == (2588, "vllm.log")
-
-
-def test_a_step_log_is_a_trace(cbatch: Command, tmp_path: Path) -> None:
-    """An engine's log has the arrivals, lengths, outputs and shared prefixes."""
-    path = tmp_path / "steps.jsonl"
-    with StepRecorder(path) as log:
-        world = World(make_config(eos_ids=(3,)), log=log)
-        for i in range(12):
-            prompt = [*range(10, 22), i] if i % 2 else 9
-            world.add(make_request(f"r{i}", prompt, seed=i, max_tokens=30))
-            world.step()
-        world.scheduler.finish("r11", 0, world.clock())
-        world.run()
-    lengths = {name: len(world.output(name)) for name in world.requests}
-    assert cbatch("trace", "show", path).lines[-1]["format"] == "cbatch-step-log"
-    out = tmp_path / "requests.jsonl"
-    assert cbatch("trace", "convert", path, out).status == 0
-    requests = list(Trace(out))
-    kept = [name for name in world.requests if lengths[name]]
-    assert [r.output_tokens for r in requests] == [lengths[name] for name in kept]
-    assert [r.prompt_tokens for r in requests] == [len(world.requests[n].prompt) for n in kept]
-    assert {r.hash_ids for r in requests[1::2]} == {requests[1].hash_ids}
-    assert len(requests) == 11 and requests[-1].arrival_s > 0
-    assert cbatch("sim", out, *SMALL).lines[-1]["requests"] == 11
-    refused = cbatch("trace", "show", path, "--skip-empty")
-    assert refused.status == 2 and "--skip-empty" in refused.err
 
 
 def run_as_recorded(path: Path, *argv: str) -> tuple[int, float | None]:
@@ -263,41 +209,6 @@ def test_a_step_log_supplies_its_engines_settings(cbatch: Command, tmp_path: Pat
     assert run_as_recorded(path, "--scheduling-policy", "fcfs") == (3, None)
 
 
-def test_the_header_describes_the_simulated_engine(
-    cbatch: Command, trace: Path, calibration: Path
-) -> None:
-    roofline = "simulated: cost roofline, gpu H100, model llama-3.1-8b, tensor parallel size 1"
-    assert roofline in cbatch("sim", trace).out
-    assert "simulated: cost constant, step duration s 0.01" in cbatch("sim", trace, *SMALL).out
-    sizes = ("--num-blocks", 80, "--max-model-len", 160, "--max-num-seqs", 2)
-    output = cbatch("sim", trace, "--cost", calibration, *sizes).out
-    cpu = json.loads(calibration.read_bytes())["machine"]["cpu"]
-    assert f"simulated: cost calibrated, machine {cpu}, model " in output
-    swept = ("--sweep", "gpu=L4,H100", "--sweep", "requests=2,3", "--processes", 1)
-    both = "gpu L4, model llama-3.1-8b, tensor parallel size 1; cost roofline, gpu H100"
-    assert both in cbatch("sim", trace, *swept).out
-    searched = cbatch("sim", "capacity", trace, "--slo", "ttft=9", "--rate-scales", "1:2")
-    assert roofline in searched.out, searched.err
-
-
-def test_blocks_and_stamps_of_other_writers(cbatch: Command, tmp_path: Path) -> None:
-    path, out = tmp_path / "trace.jsonl", tmp_path / "out.jsonl"
-    row = {"timestamp": 0.0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1, 2]}
-    rows = [row, row | {"timestamp": 60.0}, row | {"timestamp": 61.0}]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    sized = ("--block-tokens", 256)
-    doubted = cbatch("sim", path, *SMALL, *sized, "--sweep", "requests=1,2", "--processes", 1)
-    assert doubted.status == 0 and doubted.err.count("look like seconds") == 1
-    assert "--time-unit" in doubted.err
-    run = cbatch("trace", "convert", path, out)
-    assert run.status == 2 and "--block-tokens" in run.err
-    clear = cbatch("trace", "convert", path, out, *sized, "--time-unit", "s")
-    assert clear.status == 0 and not clear.err
-    assert [request.arrival_s for request in Trace(out)] == [0, 60, 61]
-    run = cbatch("sim", out, *SMALL, "--block-tokens", 9)
-    assert run.status == 2 and "--block-tokens: 9 does not apply to a trace of cb" in run.err
-
-
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the file that `cbatch calibrate` writes for a few steps of the demo pair."""
@@ -343,41 +254,12 @@ def test_requests_are_made_written_and_served(cbatch: Command, tmp_path: Path) -
     assert cbatch("sim", outs[2], *SMALL).lines[-1]["requests"] == 50
 
 
-def test_sessions_share_what_they_should(cbatch: Command, tmp_path: Path) -> None:
-    out = tmp_path / "sessions.jsonl"
-    run = cbatch(
-        "trace", "generate", out, "--sessions", 6, "--turns", "uniform:1,4", "--arrivals",
-        "poisson:2", "--prompt", "fixed:20", "--output", "fixed:8", "--system-prompt", 64,
-        "--system-prompts", 2, "--think", 0.5, "--seed", 5,
-    )  # fmt: skip
-    assert run.status == 0, run.err
-    made = Conversations(
-        turns=uniform(1, 4),
-        messages=fixed(20),
-        outputs=fixed(8),
-        system_prompts=2,
-        system_prompt_tokens=64,
-        think_s=0.5,
-    )
-    requests = list(converse(lambda rng: poisson(2, rng), made, sessions=6, seed=5))
-    assert list(Trace(out)) == requests and len(requests) > 6
-    assert cbatch("sim", out, *SMALL).lines[-1]["prefix_hit_tokens"] >= 4 * 64
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         ((*LAWS,), "--requests: or --sessions is needed, not both"),
-        (
-            (*LAWS, "--requests", 5, "--sessions", 5),
-            "--requests: or --sessions is needed, not both",
-        ),
-        ((*LAWS, "--requests", 0), "requests: 0 is not allowed"),
         ((*LAWS, "--requests", 5, "--turns", "fixed:2"), "--turns: would be ignored"),
-        ((*LAWS, "--sessions", 5, "--system-prompts", 2), "--system-prompts: would be ignored"),
-        ((*LAWS, "--sessions", 5, "--think", -1), "think_s: -1.0 is not allowed"),
         ((*CERTAIN, "--requests", 5, "--seed", 1), "--seed: is not used here"),
-        ((*CERTAIN, "--sessions", 5, "--think", 0, "--seed", 1), "--seed: is not used here"),
         ((*CERTAIN, "--requests", 5, "--output", "zipf:1"), "--output: 'zipf:1' is not known"),
     ],
 )
@@ -387,3 +269,40 @@ def test_errors_about_what_cannot_be_generated(
     run = cbatch("trace", "generate", tmp_path / "out.jsonl", *argv)
     assert run.status == 2 and words in run.err, run.err
     assert not list(tmp_path.iterdir())
+
+
+# --- lengths, arrivals and rates ------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_per_s(tmp_path: Path) -> Path:
+    """Write a trace of four requests a second."""
+    path = tmp_path / "trace.jsonl"
+    requests = (TraceRequest(arrival_s=i / 4, prompt_tokens=9, output_tokens=2) for i in range(41))
+    write_requests(path, requests)
+    return path
+
+
+def arrivals(cbatch: Command, four_per_s: Path, *more: Any) -> tuple[float, Run]:
+    """Return the time of the last arrival in seconds, and the run."""
+    records = four_per_s.parent / "records.jsonl"
+    run = cbatch("sim", four_per_s, *SMALL, "--records", records, *more)
+    assert run.status == 0, run.err
+    lines = records.read_text().splitlines()
+    return max(float(line.partition('"arrival_s":')[2].partition(",")[0]) for line in lines), run
+
+
+def test_a_rate_is_in_requests_a_second(cbatch: Command, four_per_s: Path) -> None:
+    for more, last_s, scale in (
+        ((), 10, None),
+        (("--rate-scale", 2), 5, 2),
+        (("--rate", 8), 5, 2),
+        (("--rate", 2), 20, 0.5),
+        (("--rate", 8, "--requests", 21), 2.5, 2),
+    ):
+        warn.cache_clear()
+        reached_s, run = arrivals(cbatch, four_per_s, *more)
+        assert reached_s == pytest.approx(last_s), more
+        assert run.lines[-1]["settings"]["rate_scale"] == scale
+        said = "is in requests per second; the trace has 4. To give a multiple of"
+        assert (said in run.err) == ("--rate" in more), run.err

@@ -28,25 +28,6 @@ def compute(pool: BlockPool, sequence: np.ndarray, root: Node = ROOT) -> np.ndar
     return blocks
 
 
-def test_a_salt_has_a_trie_of_its_own() -> None:
-    """Blocks and promised blocks under one salt do not match another; and a salt leaves no state
-    after its blocks are gone."""
-    pool = BlockPool(8, SIZE)
-    by_root = {}
-    for root in ROOTS:
-        assert pool.match(tokens(1, 7), 2, root) == Match([], root, promised=False)
-        by_root[root] = compute(pool, tokens(1, 7), root).tolist()
-    for root in ROOTS:
-        assert pool.match(tokens(1, 7), 2, root).blocks == by_root[root]
-    assert len({*map(tuple, by_root.values())}) == 3 == len({*ROOTS})
-    pool.check()
-    for blocks in by_root.values():
-        pool.release(np.array(blocks))
-    pool.allocate(8)
-    pool.check()
-    assert not pool._index
-
-
 def test_eviction_takes_the_least_recently_used_and_the_tail_of_a_chain_first() -> None:
     pool = BlockPool(4, SIZE)
     old, new = tokens(1, 2), tokens(3, 4)

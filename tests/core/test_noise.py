@@ -108,22 +108,6 @@ def test_exponential_is_nondecreasing_in_the_draw():
     assert np.max((e[:-1] - e[1:]) / np.spacing(e[1:])) <= 2.0
 
 
-def test_uniform_law_by_kolmogorov_smirnov():
-    u = np.sort(noise.uniform(draws(7, 50_000)).astype(np.float64))
-    n = len(u)
-    distance = max(np.max(np.arange(1, n + 1) / n - u), np.max(u - np.arange(n) / n)) * math.sqrt(n)
-    assert distance < 2.3  # p = 5e-5
-    assert distance > 0.3  # a smaller distance would mean reused or stratified draws
-
-
-def test_purposes_and_neighbours_are_uncorrelated():
-    streams = [noise.uniform(draws(8, 20_000, p)).astype(np.float64) for p in Purpose]
-    streams += [noise.uniform(draws(8 + (1 << 32), 20_000)), noise.uniform(draws(9, 20_000))]
-    correlation = np.corrcoef(np.array(streams))
-    off_diagonal = correlation[~np.eye(len(streams), dtype=bool)]
-    assert np.max(np.abs(off_diagonal)) < 4.5 / math.sqrt(20_000)
-
-
 def test_race_draws_from_p():
     p = np.array([0.4, 0.25, 0.2, 0.1, 0.05], dtype=np.float32)
     keys = np.tile(np.array(noise.split_seed(11), dtype=np.uint32), (60_000, 1))

@@ -103,32 +103,6 @@ def test_the_record_is_the_cache_after_long_runs() -> None:
         assert HAPPENED[what] > 10, what
 
 
-class ForgetsEvictions(RecordedBlockPool):
-    def _evict(self, count: int) -> np.ndarray:
-        evicted = self._cached.take(count)
-        BlockPool._forget(self, evicted)
-        return evicted
-
-
-class RecordsTooSoon(RecordedBlockPool):
-    """Broken: a block is recorded once it is named, computed or not."""
-
-    def add_nodes(self, blocks, *more) -> Node:  # type: ignore[no-untyped-def]
-        last = super().add_nodes(blocks, *more)
-        for uid in self._uids[blocks].tolist():
-            if uid in self._entries:
-                self._entries[uid].ready = True
-                self._store(self._entries[uid])
-        return last
-
-
-@pytest.mark.parametrize("kind", [ForgetsEvictions, RecordsTooSoon])
-def test_a_record_that_is_wrong_is_found_out(kind: type[RecordedBlockPool]) -> None:
-    with pytest.raises((AssertionError, KeyError)):
-        for seed in range(20):
-            drive(kind(6 + seed % 9, SIZE), random.Random(seed).randrange, 60)
-
-
 def test_a_hash_is_of_the_prefix_alone() -> None:
     """Another pool, other blocks and an eviction leave the hash unchanged; another salt changes
     it."""
@@ -149,14 +123,6 @@ def test_a_hash_is_of_the_prefix_alone() -> None:
     assert not {*salted.hashes} & {*first.hashes}
     assert (salted.salt, salted.parent_hash) == ("a", None)
     assert stored(pool, None) == [first]
-
-
-def test_nothing_is_recorded_that_is_not_asked_for() -> None:
-    world = World(make_config())
-    world.add(make_request("r", 20))
-    world.run()
-    assert type(world.scheduler.state.pool) is BlockPool
-    assert world.scheduler.take_cache_changes() == []
 
 
 def test_there_is_nothing_to_record_without_a_prefix_cache() -> None:

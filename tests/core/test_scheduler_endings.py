@@ -12,7 +12,6 @@ from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
-from cbatch.steplog.step_log import replay
 from tests.checking.executor import Faults
 from tests.checking.invariants import check_scheduler
 from tests.checking.models import ModelledAcceptance
@@ -179,28 +178,12 @@ def test_the_rest_is_what_it_would_have_been(depth, lookahead, known):
     assert resumed == (expected, 20 - known), "only the rest is generated"
 
 
-def test_another_prefix_gives_another_rest():
-    request = make_request("r", 9, seed=3, max_tokens=12)
-    expected, _ = finish(request)
-    wrong, _ = finish(request, [expected[0] ^ 1, *expected[1:5]])
-    assert wrong[5:] != expected[5:], "a wrong transcript would be seen"
-
-
 def test_a_resumed_request_goes_before_those_that_wait():
     world = World(make_config(max_num_seqs=1))
     world.add(make_request("waits", max_tokens=3))
     world.scheduler.add(make_request("begun", max_tokens=9), 0.0, (1, 2))
     world.loop.step()
     assert world.plans[0].deltas.new_sequences[0].request_id == "begun"
-
-
-def test_a_replay_resumes_too():
-    world = World()
-    world.scheduler.add(make_request("r", max_tokens=9), 0.0, (1, 2))
-    world.loop.step()
-    plans = []
-    replay(world.events, on_plan=plans.append)
-    assert plans[0].deltas.new_sequences[0].tokens.tolist()[-2:] == [1, 2]
 
 
 @pytest.mark.parametrize("output", [(1, 2, 3), (10**6,), (-1,)])

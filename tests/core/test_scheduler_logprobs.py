@@ -50,15 +50,6 @@ def test_entries_go_to_the_owners_of_their_rows(reporting: None, depth: int) -> 
     assert sum(len(commit.logprobs) for commit in world.commits) > 20
 
 
-def test_the_log_does_without_them(reporting: None) -> None:
-    world = World()
-    world.add(make_request("r", 4, max_tokens=4))
-    world.run()
-    assert world.commits[0].logprobs
-    committed = [event for event in world.events if hasattr(event, "result")]
-    assert committed and all(event.result.logprobs == () for event in committed)
-
-
 def test_a_wanted_prompt_is_computed_from_its_beginning() -> None:
     prompt = list(range(20))
     world = World()

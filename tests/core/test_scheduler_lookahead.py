@@ -27,12 +27,6 @@ def one(lookahead, acceptance, depth=0, max_tokens=30, **settings):
     return world
 
 
-def test_off_and_no_draft_never_draft():
-    for settings in ({"lookahead": "off"}, {"lookahead": "fixed:4", "draft_context_tokens": None}):
-        world = one(acceptance=ModelledAcceptance(1.0), **settings)
-        assert all(row["num_drafts"] == row["catch_up"] == 0 for row in rows(world, "a"))
-
-
 def test_fixed_drafts_k_and_ends_within_the_limit():
     world = one("fixed:4", ModelledAcceptance(1.0))
     drafts = [row["num_drafts"] for row in rows(world, "a")]
@@ -208,13 +202,3 @@ def test_every_array_of_a_plan_has_the_type_that_the_contract_names(depth, looka
         types = {name: array.dtype for name, array in fields if isinstance(array, np.ndarray)}
         assert types.pop("wants_logits") == np.bool_
         assert set(types.values()) == {np.dtype(np.int32)}, types
-
-
-def test_depth_1_plans_while_a_step_runs_and_wastes_at_most_one_row_each():
-    serial, overlapped = World(depth=0), World(depth=1)
-    for world in (serial, overlapped):
-        world.add(*(make_request(f"r{i}", 6, max_tokens=5 + i) for i in range(5)))
-        world.run()
-        world.assert_reference()
-    rows = [sum(plan.num_rows for plan in world.plans) for world in (serial, overlapped)]
-    assert rows[0] <= rows[1] <= rows[0] + 5

@@ -102,18 +102,3 @@ def test_output_is_cached_up_to_its_last_verified_position(depth, max_tokens):
     # The KV of the last token of `a` was never computed.
     kv_len_tokens = len(SYSTEM) + 1 + max_tokens - 1
     assert admissions(world, "b")[0].kv_len_tokens == kv_len_tokens // 4 * 4
-
-
-def test_a_rejected_draft_never_enters_the_cache():
-    """The executor's shadow raises if a hit leads to positions that a rejected draft wrote."""
-    world = World(make_config(lookahead="fixed:6", num_blocks=128))
-    for turn in range(6):
-        world.add(make_request(f"a{turn}", (*SYSTEM, turn), max_tokens=20))
-        world.run()
-        world.add(
-            make_request(f"b{turn}", (*SYSTEM, turn, *world.output(f"a{turn}")), max_tokens=5)
-        )
-        world.run()
-    world.assert_reference()
-    assert world.executor.stats.num_rejections > 10
-    assert world.scheduler.stats.prefix_hit_tokens > 6 * len(SYSTEM)

@@ -87,14 +87,6 @@ def test_each_request_may_choose_its_drafter(pair, plain):
     assert done.speculation.drafted_tokens == 0
 
 
-def test_lookups_are_loaded_with_a_draft_model_without_an_option(pair, plain):
-    llm = make(pair, lookahead="fixed:3")
-    assert llm.info.drafter == ("model",)
-    params = msgspec.structs.replace(GREEDY, drafter=("suffix",))
-    assert tokens(llm, params) == plain[0]
-    assert llm.engine.stats.speculation.accepted_tokens > 20
-
-
 def test_without_drafters_a_request_with_a_drafter_is_rejected(pair):
     llm = make(pair, draft=False)
     assert llm.engine.core.drafters == llm.info.drafter == ()

@@ -1,11 +1,18 @@
+"""The engine, its core without text, and the progress of long work."""
+
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from cbatch import FieldError, FinishReason, Output, SamplingParams
+from cbatch.engine import progress
+from cbatch.engine.core import EngineCore, StepOutput
 from cbatch.engine.engine import Engine
+from cbatch.engine.progress import ProgressBar
 from cbatch.text.outputs import Choice
 from tests.checking.invariants import check_scheduler
+from tests.helpers import make_request
 from tests.toy_engine import TOKENIZER, make_engine
 
 PROMPT = "def add(a, b):"
@@ -133,3 +140,97 @@ def test_speculation_is_counted_per_request() -> None:
     assert 0.5 < (drafts.acceptance or 0) < 0.9
     assert engine.stats.speculation.steps == drafts.steps + plain.steps
     assert engine.stats.output_tokens == 120
+
+
+# --- the core -------------------------------------------------------------------------------------
+
+
+def run_core(core: EngineCore) -> list[StepOutput]:
+    steps = []
+    while core.busy:
+        steps.append(core.step())
+        check_scheduler(core.scheduler)
+    return steps
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_every_request_has_one_ending(depth: int) -> None:
+    core = make_engine(depth=depth, lookahead="off").core
+    for name in ("ends", "stopped", "cancelled"):
+        core.add(make_request(name, [5, 6, 7], max_tokens=9))
+    core.reject("rejected", FieldError("prompt", "is bad", "give another"))
+    first = core.step()
+    assert list(first.admitted) == ["ends", "stopped", "cancelled"] and first.times is not None
+    core.finish("stopped", 1)
+    core.cancel("cancelled")
+    core.cancel("unknown")
+    steps = [first, *run_core(core)]
+    endings = [row for step in steps for row in step.rows if row.finish_reason is not None]
+    assert {ending.request_id: ending.finish_reason for ending in endings} == {
+        "ends": FinishReason.LENGTH,
+        "stopped": FinishReason.STOP,
+        "cancelled": FinishReason.CANCELLED,
+        "rejected": FinishReason.ERROR,
+    }
+    assert len(endings) == 4
+    assert ["is bad" in str(row.message) for row in first.rows if row.message] == [True]
+    tokens = [
+        t for step in steps for row in step.rows if row.request_id == "ends" for t in row.tokens
+    ]
+    assert len(tokens) == 9
+    metrics = core.metrics()
+    assert metrics.num_running == 0 and metrics.totals.steps == sum(
+        s.times is not None for s in steps
+    )
+    assert metrics.step_s == pytest.approx(sum(s.times.total_s for s in steps if s.times))
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(steps[-1]), type=StepOutput)
+    assert sent == steps[-1]
+
+
+def test_without_work_a_step_returns_nothing() -> None:
+    core = make_engine().core
+    assert not core.busy and core.step() == StepOutput()
+    core.add(make_request("a", [5, 6, 7]))
+    core.cancel("a")
+    assert [row.finish_reason for row in core.step().rows] == [FinishReason.CANCELLED]
+    assert core.step() == StepOutput()
+
+
+def test_requests_that_can_neither_run_nor_end_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = make_engine().core
+    core.add(make_request("a", [5, 6, 7]))
+    monkeypatch.setattr(core.scheduler, "schedule", lambda now_s: None)
+    core.reject("b", ValueError("bad"))
+    assert len(core.step().rows) == 1, "what has ended comes first"
+    with pytest.raises(RuntimeError, match="cannot plan"):
+        core.step()
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def test_lines_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 0.0, 3.0, 12.0, 13.0, 30.0])  # made, entered, advanced four times
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
+    with ProgressBar(5, unit="batches") as bar:
+        bar.advance()
+        bar.advance()
+        bar.advance(2, "7 tokens/s")
+        bar.advance(1, "9 tokens/s")
+    assert capsys.readouterr().err.splitlines() == ["2 of 5 batches", "5 of 5 batches, 9 tokens/s"]
+
+
+def test_outputs_of_steps_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    with ProgressBar(2, shown=False) as bar:
+        bar.advance()
+    assert not capsys.readouterr().err
+    with ProgressBar(2) as bar:
+        bar.update([Output("a", 0, "x", (1, 2))])
+    assert "0 of 2 sequences, " in (output := capsys.readouterr().err) and "tokens/s" in output

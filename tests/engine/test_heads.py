@@ -12,11 +12,10 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-import tools
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
-from cbatch.engine.model_files import chat_template_of, tokenizer_of
+from cbatch.engine.model_files import tokenizer_of
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.cpu.drafters.kinds import HEADS
@@ -29,10 +28,8 @@ from cbatch.runtime.model.head_weights import HeadWeights
 from tests.gguf_files import Q8_0, convert, gguf_bytes
 from tests.runtime.made_heads import Cold
 from tests.runtime.marks import needs_compiler
-from tests.smollm2 import needs_smollm2
 
 TARGET = demo_paths()[0]
-SMOLLM2_HEAD = Path(tools.__file__).parent / "smollm2_head"
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 PROMPTS = demo_prompts()[:6]
 
@@ -79,11 +76,6 @@ def medusa(folder: Path, scale: float) -> Path:
     fields = {"medusa_num_heads": 2, "medusa_num_layers": 1}
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
-
-
-def test_medusa_heads_with_random_guesses_are_rejected(tmp_path):
-    with pytest.raises(FieldError, match=r"2 medusa heads; .*always guessing the same token"):
-        load_engine(TARGET, medusa(tmp_path / "heads", 0.3))
 
 
 def test_medusa_heads_draft_and_change_no_text(tmp_path, monkeypatch):
@@ -141,20 +133,3 @@ def test_a_head_of_a_quantised_model_is_quantised(tmp_path):
     assert not torch.equal(*heads)
     assert (heads[0] - heads[1]).abs().mean() < 0.1 * heads[0].std()
     assert (heads[0].argmax(-1) == heads[1].argmax(-1)).float().mean() > 0.9
-
-
-@needs_compiler
-@needs_smollm2
-def test_the_head_of_smollm2_drafts_and_changes_no_text():
-    questions = [
-        [{"role": "user", "content": "Why do leaves fall in autumn?"}],
-        [{"role": "user", "content": "Write a short story about a kind giant."}],
-    ]
-    template = chat_template_of("smollm2")
-    assert template is not None
-    prompts = [template.render(each) for each in questions]
-    plain = LLM("smollm2", lookahead="off", max_num_seqs=2).generate(prompts, GREEDY)
-    llm = LLM("smollm2", SMOLLM2_HEAD, lookahead="fixed:2", max_num_seqs=2)
-    completions = llm.generate(prompts, GREEDY)
-    assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
-    assert llm.engine.stats.speculation.accepted_tokens > 10

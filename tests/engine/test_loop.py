@@ -6,7 +6,6 @@ from cbatch.core.request.request import FinishReason
 from cbatch.engine.loop import MAX_CONSECUTIVE_FAULTS, StepLoop
 from tests.checking.executor import Faults
 from tests.checking.kv import ContractBreachError
-from tests.checking.models import ModelledAcceptance
 from tests.helpers import World, make_config, make_request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -59,16 +58,6 @@ def test_depth_1_submits_the_next_plan_before_it_waits():
 
 
 @DEPTHS
-def test_a_fault_costs_time_and_no_tokens(depth):
-    faults = Faults(raise_at_runs=frozenset({0, 4, 9, 14}))
-    world = World(make_config(lookahead="fixed:2"), depth=depth, faults=faults)
-    world.add(*crowd())
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.num_resets == world.scheduler.stats.executor_resets == 4
-
-
-@DEPTHS
 def test_a_request_that_always_fails_ends_and_others_continue(depth):
     world = World(depth=depth, faults=Faults(raise_with_requests=frozenset({"bad"})))
     world.add(*crowd(3))
@@ -106,17 +95,6 @@ def test_all_requests_end_if_the_executor_always_fails(depth):
 
 
 @DEPTHS
-def test_faults_with_tokens_in_between_are_not_added_up(depth):
-    config = make_config(max_num_seqs=1, max_num_batched_tokens=32)
-    every_other = Faults(raise_at_runs=frozenset(range(0, 200, 4)))
-    world = World(config, depth=depth, faults=every_other)
-    world.add(make_request("a", max_tokens=20))
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.num_resets > MAX_CONSECUTIVE_FAULTS
-
-
-@DEPTHS
 def test_a_non_finite_row_ends_only_its_own_request(depth):
     config = make_config(lookahead="fixed:3", num_blocks=24, max_num_seqs=3)
     world = World(config, depth=depth, faults=Faults(non_finite_at={"r1": 5}))
@@ -129,21 +107,6 @@ def test_a_non_finite_row_ends_only_its_own_request(depth):
     world.assert_reference(*(f"r{i}" for i in range(8) if i != 1))
     zeroed = [block for plan in world.plans for block in plan.deltas.zeroed_blocks.tolist()]
     assert zeroed and len(set(zeroed)) == len(zeroed)  # before their next use, and only then
-
-
-@DEPTHS
-def test_non_finite_draft_never_is_an_error(depth):
-    faults = Faults(draft_non_finite_at={f"r{i}": frozenset({4, 9}) for i in range(6)})
-    world = World(
-        make_config(lookahead="fixed:3"),
-        depth=depth,
-        faults=faults,
-        acceptance=ModelledAcceptance(0.8),
-    )
-    world.add(*crowd(max_tokens=20))
-    world.run()
-    world.assert_reference()
-    assert world.executor.stats.drafted_tokens > 30
 
 
 @DEPTHS

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cbatch import LLM, EngineOptions, FieldError
+from cbatch import EngineOptions, FieldError
 from cbatch.cli.main import main
 from cbatch.demo import demo_paths
-from cbatch.engine.backends import default_device
 from cbatch.engine.build import load_engine
+from cbatch.engine.model_files import default_device
 from cbatch.runtime.backend import Requirements
 
 DEFAULT = Requirements("a model", block_size=16)
@@ -77,8 +77,3 @@ def test_a_gpu_that_cannot_run_the_kernels_is_not_used(
             patch.setattr(name, value)
             assert default_device(DEFAULT) == "cpu"
         assert reason in caplog.text
-
-
-def test_fixtures_that_ask_for_invariance_load(seen_gpu: pytest.MonkeyPatch) -> None:
-    llm = LLM(*demo_paths(), numerics="invariant", max_num_seqs=2, tokenizer="none")
-    assert llm.info.device == "cpu" and llm.info.batch_invariant

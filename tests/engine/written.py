@@ -21,9 +21,9 @@ from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
+from cbatch.engine.loop import ThreadedExecutor
 from cbatch.engine.model_files import chat_template_of, find_model, tokenizer_of
 from cbatch.engine.prices.startup import max_drafts
-from cbatch.engine.threaded import ThreadedExecutor
 from cbatch.llm import complete_all
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.executor import TorchExecutor

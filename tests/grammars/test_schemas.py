@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.grammars import Grammars, schema_sets
-from cbatch.grammars.schema_sets import SchemaSets
+from cbatch.grammars import Grammars
+from cbatch.grammars import schemas as schemas_module
+from cbatch.grammars.schemas import SchemaSets
 from cbatch.text import TextTokenizer
 from tests.text.toy_tokenizers import byte_level
 
@@ -363,11 +364,11 @@ def test_emptiness_and_complements_are_correct(a: Any, b: Any) -> None:
 @given(schemas, schemas)
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_emptiness_and_complements_are_correct_beyond_the_limit(a: Any, b: Any) -> None:
-    limit, schema_sets.MAX_PARTS = schema_sets.MAX_PARTS, 3
+    limit, schemas_module.MAX_PARTS = schemas_module.MAX_PARTS, 3
     try:
         check_sets(a, b)
     finally:
-        schema_sets.MAX_PARTS = limit
+        schemas_module.MAX_PARTS = limit
 
 
 def test_branches_are_compared_within_bounds() -> None:
@@ -393,5 +394,5 @@ def test_branches_are_compared_within_bounds() -> None:
         patch.setattr(SchemaSets, "parts", counted)
         with pytest.raises(FieldError, match="oneOf: values may be valid by both"):
             GRAMMARS.check(StructuredOutputs(json=schema))
-    assert len(seen) < 20 * schema_sets.MAX_PARTS
+    assert len(seen) < 20 * schemas_module.MAX_PARTS
     assert all(before >= after for before, after in pairwise(seen[:100]))

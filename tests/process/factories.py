@@ -44,6 +44,8 @@ class MortalExecutor:
         self._num_steps += 1
         while pause_file and self._num_steps > 60 and Path(pause_file).exists():
             time.sleep(0.002)
+        while made.gather_file and Path(made.gather_file).exists():
+            time.sleep(0.002)
         for admission in plan.deltas.new_sequences:
             self._doomed.pop(admission.slot, None)
             if admission.tokens[0] == made.poison:
@@ -70,9 +72,17 @@ class MortalExecutor:
 
 
 class MortalScheduler(Scheduler):
-    """A scheduler that dies when a request is added whose prompt begins with `dies_of`."""
+    """A scheduler that dies when a request is added whose prompt begins with `dies_of`. While the
+    file `gather_file` exists, no step begins with fewer requests than it says."""
 
     dies_of: int | None = None
+    gather_file: str | None = None
+
+    @property
+    def has_work(self) -> bool:
+        file = self.gather_file and Path(self.gather_file)
+        needed = int(file.read_text()) if file and file.exists() else 0
+        return super().has_work and self.num_waiting + self.num_running >= needed
 
     def add(self, request: Request, now_s: float, output: tuple[int, ...] = ()) -> None:
         if request.prompt[0] == self.dies_of:
@@ -108,6 +118,7 @@ class SimFactory(msgspec.Struct, frozen=True):
     record: str | None = None
     once: str | None = None
     pause_file: str | None = None  # a file; while it exists, step 60 is the last
+    gather_file: str | None = None  # a file; see `MortalScheduler`
 
     def config(self) -> Any:
         sizes = SIZES | self.sizes
@@ -123,7 +134,7 @@ class SimFactory(msgspec.Struct, frozen=True):
             Path(self.once).touch(exist_ok=False)
         recorder = None if self.record is None else StepRecorder(self.record)
         scheduler = MortalScheduler(self.config(), recorder)
-        scheduler.dies_of = self.unreadable
+        scheduler.dies_of, scheduler.gather_file = self.unreadable, self.gather_file
         executor: Any = self.executor() if self.depth else MortalExecutor(self)
         core = EngineCore(
             scheduler,

@@ -119,12 +119,6 @@ def test_one_owner_leaves_grammars_for_others() -> None:
     assert not grammar_queue.waiting
 
 
-def test_without_grammars_each_request_is_rejected_by_name() -> None:
-    grammar_queue = GrammarQueue(None, lambda _: None)
-    grammar_queue.enter(asking("a", "x"), ())
-    assert "is not supported here" in str(ready(grammar_queue, 1)["a"])
-
-
 def ends(socket: OneCommand) -> dict[str, FinishReason]:
     """Return the reason why each request ended, by id, in order."""
     steps = [event for event in socket.sent if isinstance(event, Stepped)]

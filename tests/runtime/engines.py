@@ -23,8 +23,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.speculation.config import LookaheadConfig
-from cbatch.engine.loop import StepLoop
-from cbatch.engine.threaded import ThreadedExecutor
+from cbatch.engine.loop import StepLoop, ThreadedExecutor
 from cbatch.runtime.cpu import executor as executor_module
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel

@@ -11,7 +11,7 @@ import torch
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.executor import RowError
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan, StepResult
-from cbatch.engine.threaded import ThreadedExecutor, VoidedStepError
+from cbatch.engine.loop import ThreadedExecutor, VoidedStepError
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor

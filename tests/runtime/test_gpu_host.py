@@ -19,9 +19,9 @@ from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import RowError
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
-from cbatch.engine.backends import backend_of
+from cbatch.engine.build import scheduler_config
+from cbatch.engine.model_files import backend_of
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.scheduler_config import scheduler_config
 from cbatch.runtime.backend import Requirements
 from cbatch.runtime.cpu.loaded import CpuModels
 from cbatch.runtime.drafting.lookups import NgramLookup

@@ -17,7 +17,7 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
-from cbatch.engine.threaded import ThreadedExecutor
+from cbatch.engine.loop import ThreadedExecutor
 from cbatch.llm import complete_all
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.sampling.logprobs import describe

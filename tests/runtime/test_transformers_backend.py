@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cbatch import LLM, Completion, FieldError, SamplingParams
-from cbatch.engine.model_impl import choose_impl
+from cbatch.engine.model_files import choose_impl
 from cbatch.engine.options import EngineOptions
 from cbatch.runtime.compiled import compiles
 from cbatch.runtime.cpu.invariance import probe_batch_invariance

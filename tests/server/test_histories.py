@@ -12,7 +12,7 @@ import pytest
 
 from cbatch import FieldError
 from cbatch.server.protocol import translation
-from cbatch.server.protocol.response_items import encrypted
+from cbatch.server.protocol.responses_request import encrypted
 from tests.server.apis import CHAT, MESSAGES, RESPONSES, TOOLS, USER, body_of
 from tests.server.parsing import prompt_of, read
 

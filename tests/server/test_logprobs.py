@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from cbatch import LLM, Completion, SamplingParams
 from cbatch.cli.main import main
-from cbatch.server.protocol.logprobs import CompletionLogprobs
+from cbatch.server.protocol.responses import CompletionLogprobs
 from cbatch.text import TextTokenizer
 from cbatch.text.outputs import TokenLogprob
 from tests.chained_model import byte_tokens, pieces, write_chained

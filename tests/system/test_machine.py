@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cbatch.system.cache import cache_folder
-from cbatch.system.cpus import usable_cpus
+from cbatch.system.machine import usable_cpus
 from cbatch.system.pages import zeros_populated_in_background
 from tests.server.http_client import wait_until
 

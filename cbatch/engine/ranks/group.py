@@ -1,4 +1,8 @@
-"""Rank 0's side of tensor parallelism: it starts the other ranks' processes and watches them."""
+"""Rank 0's side of tensor parallelism: its executor, and the other ranks' processes.
+
+Rank 0 sends `Start`, then `Probe` and `Serve`, then plans and `Reset`. The others answer `READY`,
+then `LOADED`, and each plan with its result's `digest`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,24 @@ import tempfile
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cbatch.engine.ranks.messages import READY, Message, Start
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.executor import WatchedExecutor
+from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.backend import LoadRequest
 
 if TYPE_CHECKING:
     from cbatch.runtime.rank_group import RankGroup
+
 
 _EXIT_STATUS_S = 2.0  # maximum wait for the exit status of a process whose connection broke
 _EXIT_S = 5.0  # time for a rank to end by itself before it is killed
@@ -61,7 +73,6 @@ class _Health:
             self.on_lost(problem, killed_by)
 
     def watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Wait for a rank's process to end, and record its end as a problem."""
         status = process.wait()
         if status >= 0:
             return self.lose(f"rank {rank} ended with status {status}")
@@ -73,7 +84,6 @@ class Ranks:
     """The processes of ranks 1 .. size - 1. They end with this object, `close`, or this process."""
 
     def __init__(self, size: int, request: LoadRequest, tokenizer: str | None) -> None:
-        """Start the ranks and wait until all are ready. Raises `RanksLostError` if one fails."""
         import torch
 
         self.size = size
@@ -122,8 +132,6 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def on_lost(self, callback: OnLost) -> None:
-        """Set a callback for the loss of a rank. Another thread calls it at once with the problem
-        and the signal that killed the rank, if any."""
         self._health.on_lost = callback
         if self._health.problem is not None:
             callback(self._health.problem, self._health.killed_by)
@@ -152,7 +160,6 @@ class Ranks:
             raise self._lost() from error
 
     def expect_answer(self, expected: object) -> None:
-        """Receive each rank's answer. Raises `RanksLostError` if one differs from `expected`."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
                 answer = connection.recv()
@@ -176,7 +183,6 @@ class Ranks:
         return RanksLostError(message)
 
     def close(self) -> None:
-        """End the ranks' processes. Idempotent."""
         self._finalizer()
 
 
@@ -210,3 +216,73 @@ def end_engine(problem: str, killed_by: signal.Signals | None) -> None:
     if killed_by is not None:
         os.kill(os.getpid(), killed_by)
     os._exit(1)
+
+
+READY, LOADED = "ready", "loaded"
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A rank's number and the models that it loads. The ranks connect by files in `folder`.
+    `tokenizer` is the engine's option."""
+
+    rank: int
+    size: int
+    folder: Path
+    threads: int
+    request: LoadRequest
+    tokenizer: str | None
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Run the passes that test for batch invariance, which need all ranks."""
+
+
+class Serve(msgspec.Struct, frozen=True):
+    """Create the executor."""
+
+    config: SchedulerConfig
+
+
+class Reset(msgspec.Struct, frozen=True):
+    """Reset the executor."""
+
+
+Message = Start | Probe | Serve | Reset | StepPlan
+
+
+def digest(result: StepResult) -> tuple[int, int]:
+    """Return the step id and a checksum of the result, which must be equal in all ranks."""
+    checksum = 0
+    for part in (
+        result.tokens,
+        result.row_splits,
+        result.num_drafted,
+        result.num_accepted,
+        result.status,
+    ):
+        checksum = zlib.crc32(part.tobytes(), checksum)
+    return result.step_id, checksum
+
+
+class RankedExecutor:
+    """Runs plans on all ranks. They sample the same tokens from the same logits and noise, so only
+    plans are sent; every step compares the ranks' results. After any fault all ranks end, and `run`
+    and `reset` raise `RanksLostError`."""
+
+    def __init__(self, rank0_executor: WatchedExecutor, ranks: Ranks) -> None:
+        self.rank0_executor, self.ranks = rank0_executor, ranks
+        self.check = rank0_executor.check
+
+    def run(self, plan: StepPlan) -> StepResult:
+        with self.ranks.on_all_ranks(plan):
+            result = self.rank0_executor.run(plan)
+            self.ranks.expect_answer(digest(result))
+        return result
+
+    def reset(self) -> None:
+        with self.ranks.on_all_ranks(Reset()):
+            self.rank0_executor.reset()
+
+    def report_progress(self, counter: NDArray[np.int64]) -> None:
+        """Count this rank's progress. If another rank hangs, this rank hangs in the same pass."""
+        self.rank0_executor.report_progress(counter)

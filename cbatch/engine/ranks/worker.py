@@ -15,10 +15,9 @@ from typing import Any
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import StepPlan
-from cbatch.engine.backends import backend_of
-from cbatch.engine.model_files import tokenizer_of
+from cbatch.engine.model_files import backend_of, tokenizer_of
 from cbatch.engine.prices.startup import max_drafts
-from cbatch.engine.ranks.messages import LOADED, READY, Probe, Reset, Serve, Start, digest
+from cbatch.engine.ranks.group import LOADED, READY, Probe, Reset, Serve, Start, digest
 from cbatch.grammars import Grammars
 
 

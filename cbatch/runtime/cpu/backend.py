@@ -21,7 +21,7 @@ from cbatch.runtime.model.checkpoint import read_config, resolve_directory, reso
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.sharding import shard_config
 from cbatch.runtime.rank_group import RankGroup
-from cbatch.system.cpus import usable_cpus
+from cbatch.system.machine import usable_cpus
 
 
 class CpuBackend:

@@ -96,7 +96,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._check_timeouts()
 
     def _close_idle(self) -> bool:
-        """Close the connection that has waited longest for another request, if there is one."""
         idle = [
             (timer.when(), id(each), each)
             for each in self.connections

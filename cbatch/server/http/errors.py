@@ -45,103 +45,67 @@ class MediaTypeError(FieldError):
 def error_body(
     message: str, kind: str, field: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return an error in OpenAI's format. `field` is the request's field at fault."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def handlers(count_rejection: Callable[[str], None]) -> dict[int | type[Exception], Handler]:
-    """Return the application's error handlers, which call `count_rejection` with the reason of each
-    refusal. Rejections by the queue are not counted here."""
+# By type of error: the HTTP status, the reason under which it is counted, and OpenAI's code.
+_REFUSALS: dict[type[FieldError], tuple[int, str, str | None]] = {
+    RefusedError: (400, "invalid", "context_length_exceeded"),
+    UnknownModelError: (404, "unknown_model", "model_not_found"),
+    UnknownResponseError: (404, "unknown_response", "previous_response_not_found"),
+    UnknownItemError: (404, "unknown_response", None),
+    BodyTooLongError: (413, "body_too_long", None),
+    MediaTypeError: (415, "media_type", None),
+}
 
-    def refused(status: int, reason: str, code: str | None = None) -> Handler:
-        def handle(_: AnyRequest, error: FieldError) -> ErrorResponse:
+
+def handlers(count_rejection: Callable[[str], None]) -> dict[int | type[Exception], Handler]:
+    """Return the application's handler of errors, which calls `count_rejection` with the reason of
+    each refusal. Rejections by the queue are not counted here."""
+
+    def handle(request: AnyRequest, error: Exception) -> ErrorResponse:
+        headers: dict[str, str] = {}
+        if isinstance(error, FieldError):
+            status, reason, code = _REFUSALS.get(type(error), (400, "invalid", None))
             count_rejection(reason)
             body = error_body(str(error), "invalid_request_error", error.field, code)
-            return HttpResponse(body, status_code=status)
+        elif isinstance(error, ServiceError):
+            status, body = error.status, error_body(str(error), error.kind)
+            if error.retry_after_s is not None:
+                headers["retry-after"] = str(error.retry_after_s)
+            if isinstance(error, BodyTimeoutError):  # the rest of the body is not read
+                headers["connection"] = "close"
+        elif isinstance(error, GenerationError):
+            status = 400 if isinstance(error, UnanswerableError) else 500
+            body = stream_error_body(error)
+        elif isinstance(error, ClientGoneError):
+            status, body = 499, error_body(str(error), "server_error")
+        elif isinstance(error, RecursionError):
+            message = "body: is nested too deeply; send a plain JSON object"
+            status, body = 400, error_body(message, "invalid_request_error", "body")
+        elif isinstance(error, HTTPException) and error.status_code < 500:
+            status, body = error.status_code, error_body(error.detail, "invalid_request_error")
+            headers |= error.headers or {}
+            if isinstance(error, MethodNotAllowedException):
+                headers["allow"] = ", ".join(_methods(request))
+        else:
+            status, body = 500, internal_error_body(error, request.url.path)
+        content = formatted(request.url.path, status, body)
+        return HttpResponse(content, status_code=status, headers=headers)
 
-        return handle
-
-    by_error: dict[int | type[Exception], Handler] = {
-        FieldError: refused(400, "invalid"),
-        RefusedError: refused(400, "invalid", "context_length_exceeded"),
-        UnknownModelError: refused(404, "unknown_model", "model_not_found"),
-        UnknownResponseError: refused(404, "unknown_response", "previous_response_not_found"),
-        UnknownItemError: refused(404, "unknown_response"),
-        BodyTooLongError: refused(413, "body_too_long"),
-        MediaTypeError: refused(415, "media_type"),
-        ServiceError: _service_error,
-        BodyTimeoutError: _slow_body,
-        GenerationError: lambda _, error: _failed(error, 500),
-        UnanswerableError: _unanswerable,
-        ClientGoneError: lambda _, error: _failed(error, 499),
-        RecursionError: _too_deep,
-        HTTPException: _http_error,
-        Exception: lambda request, error: HttpResponse(
-            internal_error_body(error, request.url.path), status_code=500
-        ),
-    }
-    return {kind: _in_format_of_api(handle) for kind, handle in by_error.items()}
-
-
-def _in_format_of_api(handle: Handler) -> Handler:
-    def handle_in_format(request: AnyRequest, error: Any) -> ErrorResponse:
-        answer = handle(request, error)
-        answer.content = formatted(request.url.path, answer.status_code or 500, answer.content)
-        return answer
-
-    return handle_in_format
+    return {Exception: handle, HTTPException: handle}
 
 
 def formatted(path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error's body in the format of the API that `path` belongs to."""
     return anthropic_error(status, body) if path.startswith(ANTHROPIC_PATH) else body
 
 
-def _service_error(_: AnyRequest, error: ServiceError) -> ErrorResponse:
-    after_s = error.retry_after_s
-    headers = {} if after_s is None else {"retry-after": str(after_s)}
-    body = error_body(str(error), error.kind)
-    return HttpResponse(body, status_code=error.status, headers=headers)
-
-
-def _slow_body(request: AnyRequest, error: BodyTimeoutError) -> ErrorResponse:
-    """Handle a slow body, and close the connection, since the rest of the body is not read."""
-    answer = _service_error(request, error)
-    answer.headers["connection"] = "close"
-    return answer
-
-
-def _failed(error: Exception, status: int) -> ErrorResponse:
-    return HttpResponse(error_body(str(error), "server_error"), status_code=status)
-
-
-def _unanswerable(_: AnyRequest, error: UnanswerableError) -> ErrorResponse:
-    return HttpResponse(stream_error_body(error), status_code=400)
-
-
 def stream_error_body(error: Exception) -> dict[str, Any]:
-    """Return the body for an error that ends a stream."""
     if isinstance(error, UnanswerableError):
         return error_body(str(error), "invalid_request_error", str(error).partition(":")[0])
     if isinstance(error, GenerationError | ServiceError):
         return error_body(str(error), error.kind)
     return internal_error_body(error, "a stream")
-
-
-def _too_deep(_: AnyRequest, error: RecursionError) -> ErrorResponse:
-    message = "body: is nested too deeply; send a plain JSON object"
-    return HttpResponse(error_body(message, "invalid_request_error", "body"), status_code=400)
-
-
-def _http_error(request: AnyRequest, error: HTTPException) -> ErrorResponse:
-    """Handle an unknown path, a wrong method, and other errors of the framework."""
-    headers = dict(error.headers or {})
-    if isinstance(error, MethodNotAllowedException):
-        headers["allow"] = ", ".join(_methods(request))
-    body = error_body(error.detail, "invalid_request_error")
-    if error.status_code >= 500:
-        body = internal_error_body(error, request.url.path)
-    return HttpResponse(body, status_code=error.status_code, headers=headers)
 
 
 def _methods(request: AnyRequest) -> list[str]:
@@ -152,6 +116,5 @@ def _methods(request: AnyRequest) -> list[str]:
 
 
 def internal_error_body(error: Exception, path: str) -> dict[str, Any]:
-    """Log an internal error, and return a body that does not reveal it."""
     _logger.error("%s failed", path, exc_info=error)
     return error_body("the server failed; see its log", "server_error")

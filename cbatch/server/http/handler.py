@@ -209,7 +209,6 @@ class CompletionHandler:
         return json_response(encoder.full_response(), headers)
 
     async def _submit(self, encoder: Encoder, stack: ExitStack) -> list[OpenRequest]:
-        """Queue the request's prompts. Closing `stack` cancels the choices that still run."""
         replies = encoder.replies
         stack.callback(replies.record.close)
         async for opened in self._service.submit(replies.api_request):
@@ -219,7 +218,6 @@ class CompletionHandler:
         return replies.opened
 
     async def _gather(self, encoder: Encoder) -> None:
-        """Pass all outputs to `encoder`, until every choice has finished."""
         with ExitStack() as stack:
             async for items in merged_outputs(await self._submit(encoder, stack)):
                 for position, output in items:

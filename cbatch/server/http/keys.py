@@ -88,7 +88,6 @@ class KeyRing:
                 key.salt = digest(b"prefix cache" + key.digest).hex()
 
     def find(self, authorization: bytes) -> ApiKey | None:
-        """Return the key that the header holds as its bearer token, or None."""
         kind, _, secret = authorization.partition(b" ")
         secret_digest = digest(secret.strip())
         matches = [key for key in self.accepted if hmac.compare_digest(secret_digest, key.digest)]
@@ -100,7 +99,6 @@ def digest(secret: bytes) -> bytes:
 
 
 def _checked(secret: str) -> bytes:
-    """Return a key as the bytes of a header, without white space around it, which HTTP drops."""
     stripped = secret.strip()
     if not stripped:
         raise FieldError("api_key", "is empty", "give a key, or leave it out to need none")
@@ -118,7 +116,6 @@ def configured_keys(secrets: Sequence[str] | None, file: str | None) -> list[str
 
 
 def read_keys(path: Path) -> list[str]:
-    """Return the keys in a file, one per line, without # comment lines. Raises `FieldError`."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

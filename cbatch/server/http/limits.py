@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from functools import partial
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.typed import knob
+from cbatch.engine.options import knobs
 
-_limits = partial(knob, "limits")
 MAX_CONNECTIONS = 4096  # default, if the limit on open files allows it
+_KNOB = knobs(
+    "limits",
+    f"""
+max_connections | N | open connections; more get 503 (default: {MAX_CONNECTIONS}, or as open \
+files allow)
+request_timeout_s name=request_timeout | S | time to receive the head of a call, and again for \
+its body
+keep_alive_s name=keep_alive | S | keep a connection open between calls
+""",
+)
+Seconds = Annotated[float, Meta(gt=0)]
 # Open files reserved for the engine's pipes, logs, models, and lingering refused connections.
 RESERVED_FILES = 256
 MIN_READ_BYTES = 2**14  # response bytes that a client must read in `request_timeout_s`
@@ -26,27 +35,9 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     `request_timeout_s`. Between requests a connection stays open for `keep_alive_s`, longer than
     proxies keep it. What all open calls hold is at most about `max_held_bytes`."""
 
-    max_connections: Annotated[
-        int | None,
-        _limits(
-            f"open connections; more get 503 (default: {MAX_CONNECTIONS}, or as open files allow)",
-            "N",
-        ),
-    ] = None
-    request_timeout_s: Annotated[
-        float,
-        Meta(gt=0),
-        _limits(
-            "time to receive the head of a call, and again for its body",
-            "S",
-            name="request_timeout",
-        ),
-    ] = 30.0
-    keep_alive_s: Annotated[
-        float,
-        Meta(gt=0),
-        _limits("keep a connection open between calls", "S", name="keep_alive"),
-    ] = 75.0
+    max_connections: Annotated[int | None, _KNOB["max_connections"]] = None
+    request_timeout_s: Annotated[Seconds, _KNOB["request_timeout_s"]] = 30.0
+    keep_alive_s: Annotated[Seconds, _KNOB["keep_alive_s"]] = 75.0
     max_body_bytes: int = 8 * 2**20
     max_held_bytes: int = 128 * 2**20
 

@@ -33,7 +33,6 @@ _RECORD = "cbatch.record"  # the record's key in the ASGI scope
 
 
 def record_of(request: Request[Any, Any, Any]) -> RequestRecord:
-    """Return the record that the middleware opened for a request."""
     return cast(RequestRecord, cast(dict[str, Any], request.scope)[_RECORD])
 
 
@@ -172,7 +171,6 @@ def _head_only(send: Send) -> Send:
 
 
 async def _send_body(send: Send, message: dict[str, Any], memory: CallMemory) -> None:
-    """Send a part of a body, a long one in pieces."""
     body = message.get("body", b"")
     if len(body) <= PIECE_BYTES:
         await send(cast(Message, message))
@@ -185,7 +183,6 @@ async def _send_body(send: Send, message: dict[str, Any], memory: CallMemory) ->
 
 
 async def _answer_preflight(send: Any, fields: bytes) -> None:
-    """Answer a browser's preflight request, and allow the header fields that it names."""
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", fields),

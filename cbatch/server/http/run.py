@@ -39,7 +39,6 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until stopped. Raises `EngineLostError` if the engine was lost."""
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
         if self._service.client.down is not None:

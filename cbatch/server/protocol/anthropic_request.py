@@ -114,7 +114,6 @@ class AnthropicFields(msgspec.Struct, frozen=True, kw_only=True):
 def parse_messages(
     body: bytes, model: ServedModel, *, needs_max_tokens: bool = True, **call: Any
 ) -> ApiRequest:
-    """Return the checked request. `call` is as for `parse_chat`. Raises `FieldError`."""
     read = translation.read_body(body, AnthropicFields, REFUSED_FIELDS, model)
     fields, rest = read.fields, read.rest
     if fields.max_tokens is None and needs_max_tokens:
@@ -165,7 +164,6 @@ def _choice(choice: AnthropicChoice) -> dict[str, Any]:
 
 
 def _messages(fields: AnthropicFields, model: ServedModel) -> Iterator[dict[str, Any]]:
-    """Yield the messages of the chat. Raises `FieldError`."""
     if not fields.messages:
         remedy = 'send [{"role": "user", "content": "..."}]'
         raise FieldError("messages", list_problem(fields.messages), remedy)
@@ -210,7 +208,6 @@ def _lists(fields: AnthropicFields) -> Iterator[object]:
 
 
 def _turn(blocks: list[AnthropicBlock], field: str) -> Iterator[dict[str, Any]]:
-    """Yield messages of the user and results of tools, in the order of their blocks."""
     if not blocks:
         raise FieldError(field, "is empty", "send a text")
     texts: list[dict[str, str]] = []
@@ -231,7 +228,6 @@ def _turn(blocks: list[AnthropicBlock], field: str) -> Iterator[dict[str, Any]]:
 
 
 def _reply(message: AnthropicMessage, field: str) -> dict[str, Any]:
-    """Return an earlier reply, with its thoughts and calls."""
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
     texts, thoughts, calls = [], [], []

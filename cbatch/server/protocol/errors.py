@@ -104,7 +104,6 @@ _LENGTHS = re.compile(r"This model's .* is (\d+) tokens.* resulted in (?:at leas
 
 
 def anthropic_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error in Anthropic's format and words, for a body in OpenAI's."""
     error, types = body["error"], _ANTHROPIC_TYPES
     kind = types.get(error["type"]) or types.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "api_error")

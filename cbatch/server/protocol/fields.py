@@ -75,7 +75,6 @@ class PendingPrompt(msgspec.Struct):
     constrain: Callable[[SamplingParams, Sequence[int]], SamplingParams] | None = None
 
     def make(self) -> tuple[int, ...]:
-        """Run the task in this process."""
         return self.task(self.model)
 
     def drop(self) -> None:
@@ -116,7 +115,6 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     schema: dict[str, Any] | None = None
 
     def output(self) -> StructuredOutputs | None:
-        """Return the constraint on the output, None for any text. Raises `FieldError`."""
         inner = None if self.json_schema is None else self.json_schema.schema
         schemas = [schema for schema in (inner, self.schema) if schema is not None]
         fewest, limit = {"text": (0, 0), "json_object": (0, 1), "json_schema": (1, 1)}[self.type]
@@ -261,7 +259,6 @@ def _check_stops(stop: Any) -> None:
 
 
 def token_prompts(value: Any, model: ServedModel) -> tuple[str | tuple[int, ...], ...]:
-    """Convert a text, token ids, or a list of either to prompts. Raises `FieldError`."""
     remedy = "send a text, a list of token ids, or a list of either"
     if isinstance(value, str):
         return (value,)
@@ -297,7 +294,6 @@ def read_prompt(
 def text_ids(
     text: str, model: ServedModel, *, add_special_tokens: bool = True, num_last: int | None = None
 ) -> tuple[int, ...]:
-    """Return the ids of the prompt's last `num_last` tokens; None: all."""
     ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return truncated(tuple(ids), num_last)
 
@@ -337,7 +333,6 @@ def _lenient(body: bytes) -> Any:
 
 
 def take_fields(record: dict[str, Any], kind: type[AnyStruct]) -> AnyStruct:
-    """Remove the fields that `kind` declares from `record` and check them. Raises `FieldError`."""
     values = {}
     for field in _fields_of(kind):
         if field.name in record:

@@ -75,22 +75,18 @@ class ServedModel(ChatFormat):
 
     @property
     def has_chat_template(self) -> bool:
-        """True if the model has a chat template."""
         return self._chat_template is not None
 
     @property
     def template_source(self) -> str | None:
-        """Path or name of the chat template."""
         return None if self._chat_template is None else self._chat_template.source
 
     def decode(self, ids: Sequence[int], **options: bool) -> str:
-        """Return the text of token ids; empty without a tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, **options)
 
     def token_texts(
         self, ids: Sequence[int], params: SamplingParams, text: str | None
     ) -> list[str | None]:
-        """See `cbatch.text.output_processor.token_texts`."""
         return token_texts(ids, params, self._tokenizer, text)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -79,8 +79,6 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_completion(body: bytes, model: ServedModel, **call: Any) -> ApiRequest:
-    """Return the checked request. `call` has the fields of `ApiRequest` that are not in the body.
-    Raises `FieldError` naming the field."""
     fields, sampling, unknown = parse(body, CompletionFields, model)
     prompt_only = (
         fields.echo and type(sampling.get("max_tokens")) is int and not sampling["max_tokens"]
@@ -147,7 +145,6 @@ def parse_chat(body: bytes, model: ServedModel, **call: Any) -> ApiRequest:
 
 
 def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
-    """Return the token ids of a chat's messages. Raises `FieldError`."""
     fields = take_fields(decode_object(body), ChatFields)
     text = chat_text(fields, model)
     ids = model.encode("messages", text, add_special_tokens=fields.add_special_tokens)
@@ -155,7 +152,6 @@ def chat_ids(body: bytes, model: ServedModel) -> tuple[int, ...]:
 
 
 def chat_text(fields: ChatFields | TokenizeFields, model: ServedModel) -> str:
-    """Return the prompt of a chat's messages as text. Raises `FieldError`."""
     tools = fields.tools if fields.tool_choice != "none" else []
     effort = (
         {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
@@ -169,7 +165,6 @@ def chat_text(fields: ChatFields | TokenizeFields, model: ServedModel) -> str:
 
 
 def tokenize(body: bytes, model: ServedModel) -> bytes:
-    """Return the body of the response, in a worker. Raises `FieldError`."""
     fields = take_fields(decode_object(body), TokenizeFields)
     model.require(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -191,7 +186,6 @@ def tokenize(body: bytes, model: ServedModel) -> bytes:
 
 
 def detokenize(body: bytes, model: ServedModel) -> bytes:
-    """Return the body of the response, in a worker. Raises `FieldError`."""
     fields = take_fields(decode_object(body), DetokenizeFields)
     model.require(fields.model)
     limit = max(model.max_model_len, MIN_TEXT_LIMIT)

@@ -54,11 +54,9 @@ class KeyResponses:
         return len(self._responses)
 
     def items(self, response_id: str) -> Sequence[bytes]:
-        """Return the items of a response's conversation. Raises `UnknownResponseError`."""
         return self._find(response_id, "previous_response_id").items
 
     def item(self, item_id: str, field: str) -> bytes:
-        """Return the newest item of this id, in JSON. Raises `UnknownItemError`."""
         response = self._responses.get(self._holders.get(item_id, ""))
         if response is None or response.expires_s <= self._clock():
             problem = f"{short(item_id)} is not an item of a stored response"
@@ -66,11 +64,9 @@ class KeyResponses:
         return response.named[item_id]
 
     def body(self, response_id: str) -> bytes:
-        """Return a response as it was sent. Raises `UnknownResponseError`."""
         return self._find(response_id, "response_id").body
 
     def delete(self, response_id: str) -> None:
-        """Drop a response. Raises `UnknownResponseError`."""
         self._find(response_id, "response_id")
         self._drop(response_id)
 

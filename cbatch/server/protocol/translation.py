@@ -68,7 +68,6 @@ class ReadBody(msgspec.Struct, Generic[AnyFields]):
 def read_body(
     body: bytes, kind: type[AnyFields], refused: Mapping[str, Missing], model: ServedModel
 ) -> ReadBody[AnyFields]:
-    """Read the fields of `kind`. Raises `FieldError`, also for fields that are `refused`."""
     limit = _BRACKETS_PER_TOKEN * model.max_model_len + _FREE_BRACKETS
     record = decode_object(body, min(limit, MAX_CONTAINERS))
     for name in record.keys() & refused.keys():
@@ -97,15 +96,12 @@ def chat_request(
 
 
 def rename(field: str, names: FieldNames) -> str:
-    """Return the name that the API has for a chat's field."""
     for pattern, replacement in names.items():
         field = re.sub(rf"^{pattern}", replacement, field)
     return field
 
 
 def renamed(error: AnyError, names: FieldNames) -> AnyError:
-    """Return the error of a chat's field with the API's names of fields."""
-
     def text(value: str) -> str:
         return re.sub("`([^`]+)`", lambda match: f"`{rename(match[1], names)}`", value)
 
@@ -130,7 +126,6 @@ def log_skipped(what: str, kind: str) -> None:
 
 
 def unsupported(field: str, kind: str, *types: str) -> FieldError:
-    """Return the error for a tool, an item or a part whose type is not among the `types`."""
     remedy = f"send type {' or '.join(types)}"
     return FieldError(f"{field}.type", f"{kind!r} is not supported", remedy)
 
@@ -151,11 +146,9 @@ def text_parts(content: Any, field: str, *types: str) -> str | list[dict[str, st
 def function_tool(
     name: str, description: str | None, parameters: Any, strict: Any
 ) -> dict[str, Any]:
-    """Return a chat's tool."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function | {"strict": strict}}
 
 
 def named_choice(name: str) -> dict[str, Any]:
-    """Return a chat's `tool_choice` for a function."""
     return {"type": "function", "function": {"name": name}}

@@ -11,18 +11,33 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Annotated
 
 import msgspec
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.typed import knob
 from cbatch.engine.core import EngineMetrics
+from cbatch.engine.options import knobs
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.system.shares import SharedLimit
 
-_limits = partial(knob, "limits")
+_KNOB = knobs(
+    "limits",
+    """
+max_queued_requests | N | queued requests; more get 503
+max_queued_prompt_tokens | N | prompt tokens of queued requests; more get 503
+queue_timeout_s name=queue_timeout | S | reject a request that waits longer for a slot (503)
+timeout_s name=timeout | S | end a request that takes longer (504)
+ttft_target_s name=ttft_target | S | reject a request whose first token would come later (503)
+prompt_timeout_s name=prompt_timeout | S | CPU time to render and tokenize a prompt
+prompt_memory_bytes | BYTES | memory to render and tokenize a prompt, as 1G
+sse_heartbeat_s name=sse_heartbeat | S | begin a stream at once, and send a comment when it is \
+silent for so long; 0: no comments, and begin with the first token
+response_store_bytes | BYTES | memory for responses of /v1/responses, for each API key; 0: store \
+none
+response_store_age_s name=response_store_age | S | time to keep responses of /v1/responses
+""",
+)
 MAX_RETRY_AFTER_S = 60
 # Bytes of each call that do not count, so that long calls cannot block short calls.
 FREE_BYTES = 2**14
@@ -32,65 +47,23 @@ _NUM_DEPARTURES = 64  # times of the last departures from the queue, kept to est
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of a server. Raises `FieldError`. A choice is queued until it first has a slot.
 
-    A request is rejected at once if its prompt cannot be computed within `ttft_target_s` at the
-    engine's current speed. The bounds on queued requests and tokens do not apply to an empty queue,
-    so they make no request impossible.
-
-    A request is rejected if still queued after `queue_timeout_s`, and ended if not done after
-    `timeout_s`; None: no limit. Rendering and tokenizing a prompt may take `prompt_timeout_s`
-    of processor time and `prompt_memory_bytes`. A request ends when its client has left more than
-    `max_unread_tokens` tokens unread (64 for each choice, if that is more). These tokens are
-    dropped.
-
-    Stored responses of each API key take at most `response_store_bytes`; the oldest are dropped.
+    Requests are rejected if their prompt cannot be computed within `ttft_target_s` at the engine's
+    current speed. The bounds on queued requests and tokens do not apply to an empty queue, so they
+    make no request impossible. A request ends when its client has left more than
+    `max_unread_tokens` tokens unread (64 for each choice, if that is more).
     """
 
-    max_queued_requests: Annotated[int, _limits("queued requests; more get 503", "N")] = 256
-    max_queued_prompt_tokens: Annotated[
-        int, _limits("prompt tokens of queued requests; more get 503", "N")
-    ] = 262_144
-    queue_timeout_s: Annotated[
-        float | None,
-        _limits("reject a request that waits longer for a slot (503)", "S", name="queue_timeout"),
-    ] = None
-    timeout_s: Annotated[
-        float | None, _limits("end a request that takes longer (504)", "S", name="timeout")
-    ] = None
-    ttft_target_s: Annotated[
-        float | None,
-        _limits(
-            "reject a request whose first token would come later (503)", "S", name="ttft_target"
-        ),
-    ] = None
+    max_queued_requests: Annotated[int, _KNOB["max_queued_requests"]] = 256
+    max_queued_prompt_tokens: Annotated[int, _KNOB["max_queued_prompt_tokens"]] = 262_144
+    queue_timeout_s: Annotated[float | None, _KNOB["queue_timeout_s"]] = None
+    timeout_s: Annotated[float | None, _KNOB["timeout_s"]] = None
+    ttft_target_s: Annotated[float | None, _KNOB["ttft_target_s"]] = None
     max_unread_tokens: int = 2048
-    prompt_timeout_s: Annotated[
-        float,
-        _limits("CPU time to render and tokenize a prompt", "S", name="prompt_timeout"),
-    ] = 10.0
-    prompt_memory_bytes: Annotated[
-        int,
-        _limits(
-            "memory to render and tokenize a prompt, as 1G",
-            "BYTES",
-        ),
-    ] = 2**30
-    sse_heartbeat_s: Annotated[
-        float,
-        _limits(
-            "begin a stream at once, and send a comment when it is silent for so long; 0: no "
-            "comments, and begin with the first token",
-            "S",
-            name="sse_heartbeat",
-        ),
-    ] = 10.0
-    response_store_bytes: Annotated[
-        int,
-        _limits("memory for responses of /v1/responses, for each API key; 0: store none", "BYTES"),
-    ] = 64 * 2**20
-    response_store_age_s: Annotated[
-        float,
-        _limits("time to keep responses of /v1/responses", "S", name="response_store_age"),
-    ] = 86400.0
+    prompt_timeout_s: Annotated[float, _KNOB["prompt_timeout_s"]] = 10.0
+    prompt_memory_bytes: Annotated[int, _KNOB["prompt_memory_bytes"]] = 2**30
+    sse_heartbeat_s: Annotated[float, _KNOB["sse_heartbeat_s"]] = 10.0
+    response_store_bytes: Annotated[int, _KNOB["response_store_bytes"]] = 64 * 2**20
+    response_store_age_s: Annotated[float, _KNOB["response_store_age_s"]] = 86400.0
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
@@ -110,7 +83,6 @@ class Place:
         self._held = (0, 0, 0)  # choices, tokens, and those of the tokens that are a bound
 
     def hold(self, num_requests: int, num_tokens: int, num_bound: int = 0) -> None:
-        """Count these instead of the earlier numbers."""
         requests, tokens, bound = self._held
         self._held = (num_requests, num_tokens, num_bound)
         self._queue._requests.add(num_requests - requests, self._owner)
@@ -118,7 +90,6 @@ class Place:
         self._queue._bound_tokens += num_bound - bound
 
     def set_tokens(self, num_tokens: int) -> None:
-        """Set the true number of prompt tokens."""
         self.hold(self._held[0], num_tokens)
 
     def leave(self) -> None:
@@ -142,7 +113,6 @@ class AdmissionQueue:
         clock: Callable[[], float],
         stats: Callable[[], EngineMetrics | None] = lambda: None,
     ) -> None:
-        """`stats` returns the engine's latest statistics."""
         self._limits, self._clock, self._stats = limits, clock, stats
         self._requests = SharedLimit(limits.max_queued_requests, "requests")
         self._tokens = SharedLimit(limits.max_queued_prompt_tokens, "prompt tokens")
@@ -198,7 +168,6 @@ class AdmissionQueue:
     def overloaded(
         self, reason: str, problem: str, retry_after_s: int | None = None
     ) -> OverloadedError:
-        """Return a rejection, counted under `reason`."""
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
         retry_after_s = min(retry_after_s or self._retry_after_s(), MAX_RETRY_AFTER_S)
         return OverloadedError(f"{problem}; try again in {retry_after_s} s", retry_after_s)

@@ -13,12 +13,13 @@ from msgspec import to_builtins
 
 from cbatch.server.protocol.anthropic_request import ANTHROPIC_NAMES
 from cbatch.server.protocol.errors import anthropic_error
-from cbatch.server.protocol.response_items import encrypted, qualified
 from cbatch.server.protocol.responses_request import (
     ENCRYPTED,
     REPEATED,
     RESPONSES_NAMES,
     ResponsesCall,
+    encrypted,
+    qualified,
 )
 from cbatch.server.serving.replies import PING, Replies, encode
 from cbatch.text.forced_tools import ToolCallPart
@@ -85,7 +86,6 @@ class ReplyBlocks(list[ReplyBlock]):
 
 
 def named_event(name: str, /, **members: Any) -> bytes:
-    """Return a server-sent event whose data has the event's name as its type."""
     data = encode({"type": name, **members})
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 

@@ -1,42 +1,36 @@
-"""Responses to chats: messages and deltas of thoughts, tool calls and text."""
+"""Encoder of chats: messages, and deltas of thoughts, tool calls and text."""
 
 from __future__ import annotations
 
 from msgspec import UNSET
 
-from cbatch.server.protocol.logprobs import ChatLogprobs
 from cbatch.server.protocol.responses import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
+    ChatLogprobs,
     ChatMessage,
     Delta,
     FunctionCall,
     ToolCall,
     ToolCallDelta,
 )
-from cbatch.server.protocol.translation import FieldNames
-from cbatch.server.serving.replies import PING, ChoiceState, ChunkEncoder, Replies, event_of
+from cbatch.server.serving.replies import ChoiceState, ChunkEncoder, Replies, event_of
 from cbatch.text.forced_tools import ToolCallPart, add_part
 from cbatch.text.outputs import Choice, Output
 from cbatch.text.reply_reader import Done, ReplyPart, Thought
 
 
-class ChatEncoder:
-    id_prefix, new_ids, ping, field_names = "chatcmpl-", False, PING, FieldNames()
+class ChatEncoder(ChunkEncoder):
+    id_prefix, kind = "chatcmpl-", "chat.completion.chunk"
 
     def __init__(self, replies: Replies) -> None:
-        self.replies = replies
-        self._chunks = ChunkEncoder(replies, "chat.completion.chunk")
-        self.last_event, self.error_event = self._chunks.last_event, self._chunks.error_event
+        super().__init__(replies)
         self._parts: dict[int, list[ReplyPart]] = {}  # of whole replies, by choice
 
     def take(self, position: int, output: Output) -> None:
         choice, _, parts = self.replies.take(position, output)
         self._parts.setdefault(choice.index, []).extend(parts)
-
-    def first_events(self) -> bytes:
-        return b""
 
     def event(self, position: int, output: Output) -> bytes:
         update = self.replies.take(position, output)
@@ -66,7 +60,7 @@ class ChatEncoder:
             seed=choice.opened.request.seed if first else UNSET,
             prompt_logprobs=self.replies.prompt_logprobs(output) or UNSET,
         )
-        return self._chunks.encode(update, part, prompt_token_ids=self.replies.prompt_ids(choice))
+        return self.event_of_part(update, part, prompt_token_ids=self.replies.prompt_ids(choice))
 
     def full_response(self) -> ChatCompletion:
         finished = self.replies.finished()
@@ -124,7 +118,6 @@ class ChatEncoder:
 
 
 def _tool_call(part: ToolCallPart) -> ToolCall:
-    """Convert a piece that holds a complete call."""
     return ToolCall(part.id or "", FunctionCall(part.arguments, part.name or UNSET))
 
 

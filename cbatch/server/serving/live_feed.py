@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator
 from importlib.metadata import version
 
 import msgspec
+from msgspec import structs
 
 from cbatch.engine.core import EngineMetrics
-from cbatch.process.messages import BlockMap, Snapshot, StepSnapshot
+from cbatch.process.messages import BlockMap, SlotSnapshot, Snapshot, StepSnapshot
 from cbatch.server.protocol.errors import OverloadedError
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.serving.metrics import Metrics
@@ -27,8 +28,6 @@ MAX_UNREAD = 2  # events buffered for a page
 MAX_EVENT_INTERVAL_S = 0.5
 _ID_CHARS = slice(6)  # the characters of a request's id that pages receive
 Mean = tuple[float, int]  # sum in seconds, and number of values
-# slot, request id, prompt tokens, known tokens, uncomputed tokens, estimated acceptance
-Slot = tuple[int, str | None, int, int, int, float | None]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +47,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 class LiveView(msgspec.Struct, frozen=True):
     """A snapshot of the engine. `slots` are the slots in use. Inner structs become arrays."""
 
-    slots: list[Slot]
+    slots: list[SlotSnapshot]
     steps: tuple[StepSnapshot, ...]
     num_steps: int
     blocks: BlockMap
@@ -151,25 +150,14 @@ class LiveFeed:
 
     def _view(self, snapshot: Snapshot) -> LiveView:
         slots = [
-            (
-                row.slot,
-                self._short_id(row.request_id),
-                row.prompt_tokens,
-                row.tokens,
-                row.num_uncomputed_tokens,
-                acceptance,
-            )
-            for row in snapshot.rows
-            for acceptance in [
-                None if row.estimated_acceptance is None else round(row.estimated_acceptance, 3)
-            ]
+            structs.replace(row, request_id=self._short_id(row.request_id)) for row in snapshot.rows
         ]
         return LiveView(slots, snapshot.steps, snapshot.num_steps, snapshot.blocks, snapshot.stats)
 
-    def _short_id(self, wire_id: str) -> str | None:
+    def _short_id(self, wire_id: str | None) -> str | None:
         """Return a few characters of the request's id: enough for a page to find its own request,
         but not the full id of another client's request."""
-        request_id = self._service.client.request_id(wire_id)
+        request_id = self._service.client.request_id(wire_id or "")
         return None if request_id is None else request_id.partition("-")[2][_ID_CHARS]
 
 

@@ -115,11 +115,9 @@ class Metrics(RequestTotals, Collector):
         ProcessCollector(registry=self._registry)
 
     def page(self) -> bytes:
-        """Return the page in Prometheus' text format."""
         return generate_latest(self._registry)
 
     async def own_page(self) -> bytes:
-        """Return the page of a server without other replicas."""
         return self.page()
 
     @property
@@ -193,7 +191,6 @@ class FleetPages(Collector):
 
 
 def merge(pages: Iterable[tuple[str, bytes]]) -> bytes:
-    """Return one page in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(FleetPages(pages))
     return generate_latest(registry)

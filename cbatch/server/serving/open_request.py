@@ -57,7 +57,6 @@ class Deadline(NamedTuple):
 
 @asynccontextmanager
 async def ending_at(deadline: Deadline | None) -> AsyncIterator[None]:
-    """End the block at the deadline, with its error."""
     limit = asyncio.timeout(None if deadline is None else deadline.remaining_s)
     try:
         async with limit:
@@ -98,12 +97,10 @@ class OpenRequest:
     # ---- before the engine --------------------------------------------------------------------
 
     def enqueue(self, prompt_tokens: int) -> None:
-        """Reserve a place in the queue for `prompt_tokens` at most. Raises `OverloadedError`."""
         place = self._queue.reserve(self.num_choices, prompt_tokens, self._owner)
         self.place = self.resources.enter_context(place)
 
     def set_deadlines(self, queue_timeout_s: float | None, deadline: Deadline | None) -> None:
-        """Start the timers of the queue, from now, and of the whole call."""
         loop = asyncio.get_running_loop()
         if queue_timeout_s is not None:
             message = f"no slot became free within {queue_timeout_s:g} s"
@@ -124,7 +121,6 @@ class OpenRequest:
         tokenizer: TextTokenizer | None,
         max_unread_tokens: int,
     ) -> None:
-        """Send the choices to the engine. Beyond `max_unread_tokens` unread the request ends."""
         self.request, self.client = request, client
         self._max_unread_tokens = max(max_unread_tokens, MIN_UNREAD_TOKENS * self.num_choices)
         for i in range(self.num_choices):
@@ -196,7 +192,6 @@ class OpenRequest:
         has_outputs.set()
 
     def take(self) -> list[Output]:
-        """Return all unread outputs."""
         taken, self._unread = self._unread, []
         self.unread_tokens = 0
         for output in taken:

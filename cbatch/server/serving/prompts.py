@@ -55,7 +55,6 @@ class PromptReader:
         self._quick, self._slow = Places(MAX_QUICK), Places(MAX_SLOW)
 
     async def ids(self, prompt: AnyPrompt, owner: str | None) -> tuple[int, ...]:
-        """Return the token ids of a prompt of `owner`. Raises as `run` does."""
         if isinstance(prompt, str):
             tokenizer = self._model.tokenizer
             if len(prompt) <= SHORT_BYTES and not tokenizer.has_patterns:
@@ -69,11 +68,9 @@ class PromptReader:
         return token_ids(prompt, None)
 
     async def tokenize(self, body: bytes, owner: str | None) -> bytes:
-        """Return the response body for a request body. Raises as `run` does."""
         return await self.run(partial(tokenize, body), len(body), "prompt", owner)
 
     async def detokenize(self, body: bytes, owner: str | None) -> bytes:
-        """Return the response body for a request body. Raises as `run` does."""
         return await self.run(partial(detokenize, body), len(body), "tokens", owner)
 
     async def run(

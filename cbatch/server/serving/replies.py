@@ -15,17 +15,18 @@ from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.update_from_output import NO_TOKEN_MESSAGE
 from cbatch.server.protocol.errors import GenerationError, UnanswerableError
 from cbatch.server.protocol.fields import ApiRequest
-from cbatch.server.protocol.logprobs import CompletionLogprobs, prompt_logprobs
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.responses import (
     ChatChunkChoice,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionResponse,
     PromptDetails,
     PromptLogprobs,
     StreamChunk,
     TokenDetails,
     Usage,
+    prompt_logprobs,
 )
 from cbatch.server.protocol.translation import FieldNames
 from cbatch.server.serving.open_request import OpenRequest
@@ -34,6 +35,7 @@ from cbatch.text.outputs import Choice, Output, TokenLogprob
 from cbatch.text.reply_reader import Done, ReplyPart, ReplyReader, read_reply
 
 PING = b": ping\n\n"  # an event that clients ignore
+_DONE = b"data: [DONE]\n\n"
 _DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
@@ -82,7 +84,6 @@ class Replies:
         self.has_token_data = has_logprobs or api_request.fields.return_token_ids
 
     def open(self, opened: OpenRequest) -> None:
-        """Add the next prompt. Call this for all prompts before any output."""
         self.opened.append(opened)
         self.prompt_tokens += len(opened.request.prompt)
         self.record.open(opened)
@@ -134,7 +135,6 @@ class Replies:
         return None if logprobs is None else prompt_logprobs(logprobs, self.model.decode)
 
     def prompt_ids(self, choice: ChoiceState) -> list[int] | UnsetType:
-        """Return the prompt's token ids for a choice's first chunk, if requested."""
         if choice.started or not self.api_request.fields.return_token_ids:
             return UNSET
         return list(choice.opened.request.prompt)
@@ -143,7 +143,6 @@ class Replies:
         return list(part.token_ids) if self.api_request.fields.return_token_ids else UNSET
 
     def common(self) -> dict[str, Any]:
-        """Return the fields that the complete responses of completions and chats share."""
         has_metrics = self.api_request.fields.return_metrics
         return {
             "id": self.api_request.id,
@@ -201,24 +200,30 @@ def event_of(data: StreamChunk | dict[str, Any]) -> bytes:
     return b"data: " + encode(data) + b"\n\n"
 
 
-class ChunkEncoder:
-    """The chunks of streamed completions and chats, whose `object` is `kind`."""
+class ChunkEncoder(Encoder):
+    """Encoder of streams of chunks, whose `object` is `kind`."""
 
-    def __init__(self, replies: Replies, kind: str) -> None:
+    kind: str
+    new_ids, ping, field_names = False, PING, FieldNames()
+
+    def __init__(self, replies: Replies) -> None:
         options = replies.api_request.fields.stream_options
-        self._replies, self._kind = replies, kind
+        self.replies = replies
         self._continuous = bool(options.continuous_usage_stats)
         self._no_usage = None if options.include_usage else UNSET
         self._only_text = not (self._continuous or replies.has_token_data)
 
-    def encode(
+    def first_events(self) -> bytes:
+        return b""
+
+    def event_of_part(
         self, update: Update, part: CompletionChoice | ChatChunkChoice, **more: Any
     ) -> bytes:
         """Return the event for a choice's part of one output."""
         choice, output, parts = update
         part.finish_reason = update.reason
-        part.token_ids = self._replies.token_ids(output)
-        usage = self._replies.usage() if self._continuous else self._no_usage
+        part.token_ids = self.replies.token_ids(output)
+        usage = self.replies.usage() if self._continuous else self._no_usage
         chunk = self._chunk([part], usage=usage, **more)
         if choice.started and len(parts) == 1 and isinstance(parts[0], str) and self._only_text:
             choice.plain[type(parts[0])] = chunk
@@ -226,13 +231,13 @@ class ChunkEncoder:
         return event_of(chunk)
 
     def _chunk(self, choices: list[Any], **more: Any) -> StreamChunk:
-        replies = self._replies
-        head = (replies.api_request.id, self._kind, replies.created, replies.model.name)
+        replies = self.replies
+        head = (replies.api_request.id, self.kind, replies.created, replies.model.name)
         return StreamChunk(*head, choices, **more)
 
     def last_event(self) -> bytes:
         """Return the end of the stream, with usage and metrics if requested."""
-        replies = self._replies
+        replies = self.replies
         if not replies.api_request.include_usage:
             return _DONE
         wants_metrics = replies.api_request.fields.return_metrics
@@ -243,19 +248,11 @@ class ChunkEncoder:
         return event_of(body) + _DONE
 
 
-class CompletionEncoder:
-    id_prefix, new_ids, ping, field_names = "cmpl-", False, PING, FieldNames()
-
-    def __init__(self, replies: Replies) -> None:
-        self.replies = replies
-        self._chunks = ChunkEncoder(replies, "text_completion")
-        self.last_event, self.error_event = self._chunks.last_event, self._chunks.error_event
+class CompletionEncoder(ChunkEncoder):
+    id_prefix, kind = "cmpl-", "text_completion"
 
     def take(self, position: int, output: Output) -> None:
         self.replies.take(position, output)
-
-    def first_events(self) -> bytes:
-        return b""
 
     def event(self, position: int, output: Output) -> bytes:
         update = self.replies.take(position, output)
@@ -266,7 +263,7 @@ class CompletionEncoder:
         echoes = self.replies.api_request.echo and not choice.started
         if not (output.text or echoes or output.finished or self.replies.has_token_data):
             return b""
-        return self._chunks.encode(update, self._part(choice, output, echo=echoes))
+        return self.event_of_part(update, self._part(choice, output, echo=echoes))
 
     def full_response(self) -> CompletionResponse:
         choices, echo = [], self.replies.api_request.echo
@@ -293,7 +290,6 @@ class CompletionEncoder:
         return "".join(text or "" for text in self._prompt_texts(choice))
 
     def _prompt_texts(self, choice: ChoiceState) -> list[str | None]:
-        """Return what each token of the prompt adds to the echoed text."""
         request, ids = self.replies.api_request, choice.opened.request.prompt
         prompt = request.prompts[choice.position]
         text = prompt if isinstance(prompt, str) else None

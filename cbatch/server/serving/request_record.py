@@ -150,7 +150,6 @@ class RequestRecord:
             self.error += f" {error.field[:MAX_PATH_CHARS]}"
 
     def open(self, opened: OpenRequest) -> None:
-        """Count an accepted prompt."""
         prompt_tokens, num_choices = len(opened.request.prompt), opened.num_choices
         self._totals.choices.observe(num_choices)
         self._totals.max_tokens.observe(opened.request.params.max_tokens)

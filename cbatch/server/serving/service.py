@@ -83,7 +83,6 @@ class EngineService:
 
     @property
     def running(self) -> bool:
-        """True if the engine runs or is being restarted."""
         return self.client.engine is not None and self.client.down is None
 
     @property
@@ -92,21 +91,17 @@ class EngineService:
 
     @property
     def ready(self) -> bool:
-        """True if the engine runs and requests need not wait for its first steps."""
         warm = self._warming is None or self._warming.done()
         return self.client.up and warm and not self.stopping
 
     @property
     def num_requests(self) -> int:
-        """Number of unfinished prompts in the engine."""
         return len(self._submitted)
 
     async def start(self) -> Ready:
-        """Wait for the engine to start. Raises `FieldError` or `EngineStartError`."""
         return self.client.engine or await self.client.start()
 
     def open(self, model: ServedModel) -> PromptReader:
-        """Prepare to tokenize the prompts of `model`. The engine must have been started."""
         engine = self.client.engine
         assert engine is not None
         supports_grammars = self._tokenizer is not None and engine.supports_grammars
@@ -170,7 +165,6 @@ class EngineService:
             self.end_all(grace_s)
 
     def end_all(self, grace_s: float) -> None:
-        """End all requests, with the message that their grace time is over."""
         self._abort_all(f"{_STOPPING}, and its grace time of {grace_s:g} s is over")
 
     async def stop(self) -> None:
@@ -237,7 +231,6 @@ class EngineService:
             self.kv_events.publish(encode_cleared(time.time()))
 
     def _require_engine(self) -> Ready:
-        """Return the engine's configuration. Raises `ServiceDownError`."""
         engine = self.client.engine
         if engine is None or not self.running:
             raise ServiceDownError(self.client.down or "the engine is not running")
@@ -249,7 +242,6 @@ class EngineService:
     def _request(
         self, ids: tuple[int, ...], params: SamplingParams, api_request: ApiRequest, engine: Ready
     ) -> Request:
-        """Return the request of the first choice. Raises `FieldError`."""
         request = Request(
             request_id=api_request.id,
             prompt=ids,
@@ -265,8 +257,6 @@ class EngineService:
         return request
 
     async def _with_grammar(self, request: Request, api_request: ApiRequest) -> Request:
-        """Return the request with its validated grammar. Raises `FieldError`, `OverloadedError` or
-        `ServiceDownError`."""
         params, field = request.params, api_request.grammar_field
         assert params.structured_outputs is not None
         if self._grammars is None:
@@ -286,7 +276,6 @@ class EngineService:
         return structs.replace(request, params=params, compile_s=grammar.compile_s)
 
     def _count_open(self, resources: ExitStack) -> None:
-        """Count a prompt as open until `resources` are closed."""
         self.num_open += 1
         self._idle.clear()
         resources.callback(self._count_closed)

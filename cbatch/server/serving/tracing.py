@@ -83,7 +83,6 @@ def span_exporter(endpoint: str) -> SpanExporter:
 
 
 def _provider(exporter: SpanExporter) -> Any:
-    """Return a `TracerProvider` that sends spans in batches."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -212,7 +211,6 @@ class RequestTracer:
             span.end(end_ns)
 
     def close(self) -> None:
-        """Send the remaining spans. Give up after `FLUSH_S` if the collector does not answer."""
         flush = threading.Thread(target=self._provider.shutdown, daemon=True)
         flush.start()
         flush.join(FLUSH_S)
@@ -249,7 +247,6 @@ def bounded_session() -> Any:
 
 
 def _start_of(raw: Any) -> bytes:
-    """Read the start of an answer. The connection is kept if that is the whole answer."""
     content, until_s = b"", time.monotonic() + MAX_ANSWER_S
     while len(content) < MAX_ANSWER_BYTES and time.monotonic() < until_s:
         part = raw.read1(MAX_ANSWER_BYTES - len(content), decode_content=False)
@@ -262,7 +259,6 @@ def _start_of(raw: Any) -> bytes:
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL without user, password and query."""
     return re.sub(r"[?#].*", "", re.sub(r"^((?:.*?//)?).*@", r"\1", url))
 
 

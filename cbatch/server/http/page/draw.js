@@ -21,17 +21,7 @@ export const DASH = "–";
 export const colours = {};
 export function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of [
-    "ink",
-    "soft",
-    "line",
-    "own",
-    "accepted",
-    "rejected",
-    "read",
-    "cached",
-    "free",
-  ])
+  for (const name of "ink soft line own accepted rejected read cached free".split(" "))
     colours[name] = style.getPropertyValue(`--${name}`);
 }
 
