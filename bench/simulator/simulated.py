@@ -9,7 +9,6 @@ from typing import NamedTuple
 import msgspec
 
 from cbatch.core.prices.calibration import Calibration
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import parse_lookahead
 from sim.executor.acceptance import RecordedAcceptance
@@ -46,7 +45,7 @@ class SimulatedEngine(NamedTuple):
         slots, records = config.max_num_seqs, list[Record]()
         executor = FakeExecutor(
             max_num_seqs=slots,
-            cost=ProfiledCost(self.calibration.prices, adaptive=lookahead.policy == "adaptive"),
+            cost=self.calibration.prices,
             acceptance=RecordedAcceptance(self.acceptances, max_num_seqs=slots),
         )
         replay(source, config, executor, on_record=records.append)

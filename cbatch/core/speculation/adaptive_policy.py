@@ -1,7 +1,7 @@
 """The `adaptive` policy: it chooses each row's k to commit the most tokens per second at this load.
 
 A decision (draft_allocation.py) uses estimates of acceptance (acceptance.py) and prices of steps
-(cost_model.py). It is kept for some steps, or until a quarter of the batch has changed.
+(step_costs.py). It is kept for some steps, or until a quarter of the batch has changed.
 
 The policy is in one of two modes: rows draft, or no row drafts. Experiments keep the price of the
 other mode up to date: steps without drafts while rows draft, or one draft per step while no row
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbatch.core.prices.cost_model import MIN_LAG_TOKENS, OnlineCostModel, StepPrices
+from cbatch.core.prices.step_costs import StepPrices
 from cbatch.core.speculation import acceptance
 from cbatch.core.speculation.acceptance import OverallAcceptance, Rows, survival
 from cbatch.core.speculation.config import LookaheadConfig
@@ -32,6 +32,7 @@ from cbatch.core.speculation.policy import (
 SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
 # Steps of an experiment: the maximum if a step loses at most `_MIN_LOSS`.
 MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
+MIN_LAG_TOKENS = 8  # catching up on fewer tokens costs a drafter almost nothing
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
 _EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.005
@@ -41,7 +42,7 @@ class AdaptivePolicy(EstimatingPolicy):
     priced = True
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
-        self.costs = OnlineCostModel(limits.profile, max_tokens=limits.max_tokens)
+        self.costs = limits.costs
         self.all_rows = OverallAcceptance(config)
         super().__init__(config, limits)
         self.drafting = True
@@ -81,7 +82,7 @@ class AdaptivePolicy(EstimatingPolicy):
         learns_prices = self._learns_prices()
         if step.total_planned:
             self._observe_drafts(step, learns_prices)
-        if learns_prices:
+        if learns_prices and not step.has_chunks:  # others are observed in any case
             self.costs.observe(step.sample())
 
     def _observe_drafts(self, step: DraftedStep, learns_prices: bool) -> None:
@@ -189,7 +190,7 @@ class AdaptivePolicy(EstimatingPolicy):
         loss = max(loss, _MIN_LOSS)
         length = int(max(MAX_EXPERIMENT_STEPS * _MIN_LOSS / loss, MIN_EXPERIMENT_STEPS))
         wait = int(length * loss / share)
-        if self.drafting and not self.costs.is_measured(rows):  # the expected loss is a guess
+        if self.drafting and not self.costs.is_measured(drafts=False):  # the expected loss is a guess
             wait = min(wait, 2 * DECISION_STEPS)
         # After a change of mode, the steps between decisions grow; after an experiment they do not.
         since, due = self._steps - self._experiment.stop, self._experiment.stop + wait
@@ -199,7 +200,7 @@ class AdaptivePolicy(EstimatingPolicy):
             self._decide_at = self._experiment.stop
         elif not self.drafting:
             self._decide_at = min(self._steps + min(max(interval, DECISION_STEPS), IDLE_STEPS), due)
-        elif self.costs.is_measured(rows + self.decision.total_drafts, drafts=True):
+        elif self.costs.is_measured(drafts=True):
             self._decide_at = self._steps + min(interval, DECISION_STEPS)
 
     def _single_draft(self, step: PlannedRows) -> np.ndarray:

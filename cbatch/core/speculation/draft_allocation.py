@@ -23,7 +23,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from cbatch.core.prices.cost_model import StepPrices
+from cbatch.core.prices.step_costs import StepPrices
 
 _GRADES = 64  # grades from value 0 to the highest value, finer towards 0
 
