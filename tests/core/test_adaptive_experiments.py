@@ -66,7 +66,7 @@ def of_one(
 def share_where_steps_after_drafts_are_slow() -> float:
     return share_with_drafts(
         2,
-        CostProfile(PLAIN_S * (1 + COLD), DRAFT_S, draft_pass_s=1e-9),
+        CostProfile(PLAIN_S * (1 + COLD) - DRAFT_S, DRAFT_S, draft_pass_s=1e-9),
         lambda count, behind: (
             PLAIN_S * (1 if count else 1 + COLD * WARMS**behind) + DRAFT_S * count
         ),
@@ -116,7 +116,10 @@ def test_a_step_without_drafts_is_tried_soon_where_prompts_are_never_far() -> No
         count, chunk = int(k.sum()), 2 * rows * int(step < 100 or rng.random() < 0.5)
         work = decoding(rows, drafts=count, depth=1 if count else 0)
         work.target_tokens += chunk
+        work.prefill_tokens = chunk
         sample = StepSample(work, 1e-9 * count, PLAIN_S * (1 + (count + chunk) / rows))
         policy.observe(DraftedRows(slice(0, rows), k, k * accepted, sample))
+        if chunk:
+            policy.costs.observe(sample)  # as a scheduler does
         drafted.append(count > 0)
     assert np.mean(drafted[20:100]) > 0.5 and np.mean(drafted[150:]) < 0.1

@@ -20,7 +20,7 @@ PROMPT_SHARE = 0.8
 _FIRST_TOKENS, _GROWTH = 64, 2
 _MIN_TOKENS = 8  # prompt tokens of a step whatever its target, so that prompts progress
 _HYSTERESIS = 1.25
-_SIGNIFICANT = 1.0  # standard errors of a significant difference
+_MAX_TIE = 0.1  # relative difference of speeds that is never a tie
 _MEMORY = 32  # chunks over which their mean context is averaged
 # A step is planned to take this share (margin) of the target time between two tokens. The share
 # falls after a step longer than the target, and rises after a shorter one: in equilibrium one step
@@ -108,7 +108,7 @@ class ChunkSizes:
         speeds = sizes / seconds
         fastest = int(np.argmax(speeds))
         errors = np.sqrt(self._costs.variances(shares - shares[fastest]))
-        enough = speeds >= share * speeds[fastest] * np.exp(-_SIGNIFICANT * errors)
+        enough = speeds >= share * speeds[fastest] * (1 - np.minimum(errors, _MAX_TIE))
         smallest = int(np.argmax(enough))
         # The step without the chunk is the longest that the stated multiple is of.
         alone_s = float(self._costs.with_chunks(work, np.zeros(1), 0)[0][0])
@@ -116,7 +116,7 @@ class ChunkSizes:
         if capped < smallest:
             error = float(self._costs.variances(shares[[capped]] - shares[smallest])[0]) ** 0.5
             loss = np.log(speeds[smallest] / speeds[capped])
-            smallest = smallest if loss > _SIGNIFICANT * error - np.log(share) else capped
+            smallest = smallest if loss > error - np.log(share) else capped
         return int(sizes[smallest])
 
     def prompt_token_s(self, work: StepWork, budget_tokens: int) -> float:

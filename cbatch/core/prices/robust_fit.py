@@ -16,7 +16,7 @@ import numpy as np
 
 _NOISE = 0.15  # standard deviation of a measurement, relative
 _FIRST_NOISE = 0.5  # further noise of the first measurement; falls with their number
-_CLIP = 2.0  # error that counts in full, in standard deviations
+_CLIP, _MAX_ERROR = 2.0, 0.7  # error that counts in full: in standard deviations; relative
 _COMMON_DRIFT, _OWN_DRIFT = 6e-3, 1e-3  # relative changes from one measurement to the next
 _MIN_S = 1e-12
 
@@ -51,17 +51,26 @@ class RobustFit:
         gain = self._covariance @ share
         first = _FIRST_NOISE / self.num_observed
         variance = float(share @ gain) + _NOISE**2 + first**2
-        limit = _CLIP * math.sqrt(variance)
         error = math.log(max(seconds, _MIN_S) / max(expected_s, _MIN_S))
-        error = min(max(error, -limit), limit)
-        prices = np.maximum(self.prices + gain * (error / variance), 0.5 * self.prices)
-        self.prices = np.minimum(np.maximum(prices, self._lowest), self._highest)
+        # A step that is far off says little: less than its error counts, and less is learned.
+        variance *= max(abs(error) / min(_CLIP * math.sqrt(variance), _MAX_ERROR), 1.0)
+        prices = self.prices + gain * (error / variance)
         self._covariance -= np.multiply.outer(gain, gain) / variance
+        self.prices = self._within_bounds(prices)
         if self._drifts:
             moving = self.prices * self._is_seconds
             self._covariance += np.multiply.outer(_COMMON_DRIFT**2 * moving, moving)
             diagonal = self._covariance.reshape(-1)[:: len(prices) + 1]  # a view
             diagonal += (_OWN_DRIFT * self._max_spread) ** 2
+
+    def _within_bounds(self, prices: np.ndarray) -> np.ndarray:
+        """Return the most likely prices within the bounds. A price that leaves them is set to its
+        bound, and the others change as they do with it."""
+        within: np.ndarray = np.minimum(np.maximum(prices, self._lowest), self._highest)
+        for i in (within != prices).nonzero()[0].tolist():
+            moved = self._covariance[:, i] * ((within[i] - prices[i]) / self._covariance[i, i])
+            prices = prices + moved
+        return np.minimum(np.maximum(prices, self._lowest), self._highest)
 
     def variances(self, shares: np.ndarray) -> np.ndarray:
         """Return the variance of the logarithm of durations with these shares, float64 [k, n]."""

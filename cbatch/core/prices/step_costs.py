@@ -16,9 +16,10 @@ from cbatch.core.prices.step_work import StepSample, StepWork
 
 # Prices of a machine of which nothing is known, as shares of `base_s`, and how far they may be off.
 _UNKNOWN = CostProfile(
-    1.0, 0.02, 1.5, 0.005, 2e-6, 5e-6, 0.02, 0.02, draft_pass_s=0.05, draft_token_s=0.001
+    1.0, 0.003, 1.5, 0.001, 2e-6, 5e-6, 0.02, 0.02, draft_pass_s=0.05, draft_token_s=0.001
 )
 _SPREAD = np.array([0.3, 0.06, 1.0, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
+_FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
 _PROFILED = 0.15  # how far prices of a profile may be off, relative
 _CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
@@ -41,6 +42,7 @@ class StepCosts:
         """`drifts`: prices may change while they are measured."""
         self._drifts = drifts
         self._num_observed = {False: 0, True: 0}  # steps without chunks, with drafts or without
+        self._first: list[StepSample] = []  # while there are no prices
         self._target: RobustFit | None = None
         self._draft: RobustFit | None = None
         if profile is not None:
@@ -53,13 +55,15 @@ class StepCosts:
         spread[_CORNER] = _SPREAD[_CORNER]
         if accuracy < 1:
             spread = accuracy * (prices + 0.3 * spread)
+        lowest = _LOWEST.copy()
+        lowest[0] = 1e-3 * profile.base_s
         target, draft = slice(0, _FIRST_DRAFT), slice(_FIRST_DRAFT, None)
         self._target = RobustFit(
             prices[target],
             spread[target],
             common=accuracy,
             drifts=self._drifts,
-            lowest=_LOWEST,
+            lowest=lowest,
             highest=_HIGHEST,
             is_seconds=_IS_SECONDS,
         )
@@ -90,11 +94,14 @@ class StepCosts:
         if seconds > 0 and work.target_tokens:
             if not work.prefill_tokens:
                 self._num_observed[work.draft_tokens > 0] += 1
-            if self._target is None:
-                self._start(scaled(_UNKNOWN, seconds / sum(_UNKNOWN.step_s(work)[1:])), 1.0)
-            assert self._target is not None
-            expected_s, gradient = self._gradients(_features(work))
-            self._target.observe(seconds, float(expected_s[0]), gradient[0])
+            self._first.append(sample)
+            if self._target is None and len(self._first) == _FIRST_STEPS:
+                self._start(scaled(_UNKNOWN, _median_speed(self._first)), 1.0)
+            if self._target is not None:
+                for each in self._first:
+                    expected_s, gradient = self._gradients(_features(each.work))
+                    self._target.observe(each.rest_s, float(expected_s[0]), gradient[0])
+                self._first.clear()
         passes, tokens = work.draft_depth, work.draft_tokens + work.ingested_tokens
         if sample.draft_s > 0 and self._draft is not None and (passes or tokens):
             counts = np.array([passes, tokens], np.float64)
@@ -170,6 +177,12 @@ def scaled(profile: CostProfile, factor: float) -> CostProfile:
     prices = factor * np.array(structs.astuple(profile))
     prices[_CORNER] = profile.corner
     return CostProfile(*prices.tolist())
+
+
+def _median_speed(samples: list[StepSample]) -> float:
+    """Return the median duration relative to the prices of an unknown machine."""
+    ratios = sorted(each.rest_s / _UNKNOWN.step_s(each.work)[1] for each in samples)
+    return ratios[len(ratios) // 2]
 
 
 def _features(work: StepWork) -> np.ndarray:
