@@ -41,7 +41,7 @@ class ChunkSizes:
         sizes = _MIN_TOKENS * 2 ** (np.arange(80) / 4)  # four sizes per doubling
         self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
         self._max_tokens = max_tokens
-        self._last = self._max_measured = 0  # tokens of the last chosen chunk, and of the largest
+        self.last = self._max_measured = 0  # tokens of the last chosen chunk, and of the largest
         self._history = 0.0  # mean context of a chunk's tokens, of recent chunks
         self._margins: dict[float, float] = {}  # by target, last observed last
 
@@ -97,9 +97,9 @@ class ChunkSizes:
         if not self._costs.is_known:
             return min(max_chunk, self._max_tokens)
         best = self._best(work.plain)
-        if not self._last / _HYSTERESIS <= best <= self._last * _HYSTERESIS:
-            self._last = best
-        return min(self._last, max_chunk, self._max_tokens)
+        if not self.last / _HYSTERESIS <= best <= self.last * _HYSTERESIS:
+            self.last = best
+        return min(self.last, max_chunk, self._max_tokens)
 
     def _best(self, work: StepWork) -> int:
         """Return the chunk that keeps the share of the best prompt throughput beside `work`."""

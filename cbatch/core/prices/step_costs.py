@@ -107,14 +107,17 @@ class StepCosts:
             counts = np.array([passes, tokens], np.float64)
             self._draft.observe(sample.draft_s, float(self._draft.prices @ counts), counts)
 
-    def prices(self, rows: int, context_tokens: int, max_drafts: int) -> StepPrices:
+    def prices(
+        self, rows: int, context_tokens: int, max_drafts: int, chunk_tokens: int = 0
+    ) -> StepPrices:
         """Return the prices of steps with `rows` decoding rows and 0 to `max_drafts` drafts in
-        all."""
-        assert self._draft is not None
+        all. Beside a chunk, drafts cost what they add to that step."""
+        assert self._draft is not None and self._target is not None
         tokens = rows + np.arange(max_drafts + 1.0)
         pairs = context_tokens / max(rows, 1) * tokens
-        step_s = self.seconds(tokens, tokens, context_tokens, pairs)
-        assert self._target is not None
+        step_s = self.seconds(tokens + chunk_tokens, tokens, context_tokens, pairs)
+        if chunk_tokens:
+            step_s += self.seconds(tokens[:1], tokens[0], context_tokens, pairs[0]) - step_s[0]
         step_s[1:] += self._target.prices[7]
         return StepPrices(step_s, *self._draft.prices.tolist())
 

@@ -393,6 +393,15 @@ class DraftableRows:
     def context_tokens(self) -> int:
         return int(np.add.reduce(self._num_known))
 
+    @cached_property
+    def num_prompts(self) -> int:
+        state = self._state
+        return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._state.chunk_sizes.last if self.num_prompts else 0
+
     @property
     def remaining_tokens(self) -> np.ndarray:
         remaining: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known

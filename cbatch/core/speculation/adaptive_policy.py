@@ -54,6 +54,7 @@ class AdaptivePolicy(EstimatingPolicy):
         self._decided_at = self._decide_at = 0  # steps of the last decision and of the next
         self._newcomers = 0  # rows that entered since the last decision
         self._experiment = range(0)  # steps of the latest experiment
+        self._beside_prompts = False  # whether prompts waited at the last decision
 
     @property
     def prior(self) -> tuple[float, float]:
@@ -68,12 +69,12 @@ class AdaptivePolicy(EstimatingPolicy):
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         self._steps += 1
         if self._steps not in self._experiment and (
-            self._steps >= self._decide_at or self._has_changed(step.num_rows)
+            self._steps >= self._decide_at or self._has_changed(step.num_rows, has_prompts=step.num_prompts > 0)
         ):
             self._decide(step)
         if self._steps in self._experiment:
             return None if self.drafting else self._single_draft(step)
-        if not self.drafting:
+        if not self.drafting or not self.decision.total_drafts:
             return None
         num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.max_drafts)
         return num_drafts
@@ -106,9 +107,12 @@ class AdaptivePolicy(EstimatingPolicy):
             return PolicyStats(self.drafting, None, None, None, totals)
         return PolicyStats(True, decision.threshold, decision.tokens_per_s, decision.gain, totals)
 
-    def _has_changed(self, num_rows: int) -> bool:
-        """Return whether a quarter of the batch has entered or left since the last decision."""
+    def _has_changed(self, num_rows: int, *, has_prompts: bool) -> bool:
+        """Return whether a quarter of the batch has entered or left since the last decision, or
+        prompts have come or are computed."""
         previous = len(self.decision.num_drafts)
+        if self.drafting and has_prompts != self._beside_prompts:
+            return True
         if abs(num_rows - previous) > max(previous // 4, 1):
             return True
         is_due = self._steps - self._decided_at >= SOON_STEPS
@@ -127,6 +131,7 @@ class AdaptivePolicy(EstimatingPolicy):
     def _decide(self, step: PlannedRows) -> None:
         self._drift()
         self._decided_at, self._newcomers = self._steps, 0
+        self._beside_prompts = step.num_prompts > 0
         self._decide_at = self._steps + SOON_STEPS
         depth = int(np.maximum.reduce(step.max_drafts, initial=0))
         max_total = min(step.budget_tokens, depth * step.num_rows)
@@ -134,9 +139,12 @@ class AdaptivePolicy(EstimatingPolicy):
             self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
             self._num_drafts[step.rows] = 0
             return
-        prices = self.costs.prices(step.num_rows, step.context_tokens, max_total)
+        prices = self.costs.prices(
+            step.num_rows, step.context_tokens, max_total, step.chunk_tokens
+        )
         decision, was_drafting = self._best(step, prices, depth), self.drafting
-        self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
+        if not (was_drafting and self._beside_prompts):  # else drafts only pause
+            self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
         self.decision = decision
         self._num_drafts[step.rows] = decision.num_drafts if self.drafting else 0
         # A new row drafts as many tokens as the median row.
@@ -167,7 +175,8 @@ class AdaptivePolicy(EstimatingPolicy):
             # does not draft if its first two drafts save less time than the share of one step.
             lag, remaining = step.draft_kv_lag, np.maximum(step.remaining_tokens, 1)
             row_s = np.where(lag >= MIN_LAG_TOKENS, lag * (2 * prices.ingest_s / remaining), 0.0)
-            pays = np.add.reduce(values[:2]) * (prices.step_s[0] / step.num_rows) > row_s
+            num_waiting = step.num_rows + step.num_prompts
+            pays = np.add.reduce(values[:2]) * (prices.step_s[0] / num_waiting) > row_s
             values = np.where(pays, values, 0.0)
             catch_up_s = max(catch_up_s, float(np.add.reduce(row_s * pays)))
         step_s, delivered = prices.step_s.copy(), self.all_rows.delivered_share
@@ -175,7 +184,10 @@ class AdaptivePolicy(EstimatingPolicy):
         if delivered < 1:  # prices are of delivered drafts, decisions of planned drafts
             drafts = np.arange(len(step_s))
             step_s, values = np.interp(delivered * drafts, drafts, step_s), delivered * values
-        return decide(values, step.max_drafts, StepPrices(step_s, prices.pass_s), self.decision)
+        prices = StepPrices(step_s, prices.pass_s)
+        return decide(
+            values, step.max_drafts, prices, self.decision, num_waiting=step.num_prompts
+        )
 
     def _plan_experiment(self, step: PlannedRows, prices: StepPrices) -> None:
         """Begin an experiment if one is due, or else set the step of the next decision."""
