@@ -41,9 +41,7 @@ NOISE = 0.08  # of the draft's weights: about half of its drafts are accepted
 K = 6
 ADAPTIVE = LookaheadConfig(policy="adaptive", k=K)
 # Costs of the simulator's executor (`sim.cost.base.LinearCost`).
-PROFILE = CostProfile(
-    (1, 1024), (2.1e-3, 104.4e-3), row_s=1e-5, draft_pass_s=2e-4, draft_token_s=1e-5
-)
+PROFILE = CostProfile(2e-3, 1e-4, draft_pass_s=2e-4, draft_token_s=1e-5)
 
 
 def prompts(count: int) -> list[list[int]]:

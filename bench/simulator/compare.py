@@ -28,7 +28,6 @@ from bench.report import Failures, print_report
 from cbatch import EngineOptions, SamplingParams, load_engine
 from cbatch.cli.parser import CommandParser
 from cbatch.core.prices.calibration import Calibration
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_paths
@@ -261,7 +260,7 @@ class SimulatedEngine(NamedTuple):
         slots, records = config.max_num_seqs, list[Record]()
         executor = FakeExecutor(
             max_num_seqs=slots,
-            cost=ProfiledCost(self.calibration.prices, adaptive=lookahead.policy == "adaptive"),
+            cost=self.calibration.prices,
             acceptance=RecordedAcceptance(self.acceptances, max_num_seqs=slots),
         )
         replay(source, config, executor, on_record=records.append)

@@ -13,7 +13,7 @@ import msgspec
 
 from cbatch.cli.options import model_paths
 from cbatch.cli.serve_settings import ServeSettings
-from cbatch.core.prices.step_costs import PROMPT_SHARE
+from cbatch.core.prices.chunk_sizes import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.engine.info import EngineInfo
 from cbatch.engine.model_files import chat_template_of, find_model, gguf_of, load_tokenizers

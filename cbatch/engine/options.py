@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from cbatch.core.prices.step_costs import PROMPT_SHARE
+from cbatch.core.prices.chunk_sizes import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import DRAFTERS, LOOKUPS, is_chain
 from cbatch.core.request.typed import convert_fields, knob, names_of

@@ -134,8 +134,6 @@ class RecordedRun:
         whole_s = 0.0  # not measured
         if not after_idle:
             whole_s = self._now_s - self._last_s
-        elif self.samples:
-            counts.idle(planned_s - self._last_s)
         work = counts.work(plan, result.num_drafted)
         counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
         host_s = max(whole_s - result.draft_s - result.target_s, 0.0)

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, print_figures, require_place
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import LOOKUPS, MODEL
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.rerun.drafters import Fates, Rerun, rejects, rerun
@@ -103,7 +102,7 @@ def prepare(
     speed = None
     if args.cost is None:
         own = prices[ScenarioSettings.of(recording.engine.config).drafter or "off"]
-        speed = RecordedSpeed(recording.spans, recording.samples, ProfiledCost(own))
+        speed = RecordedSpeed(recording.spans, recording.samples, own)
     fates = {name: each.fates for name, each in reruns.items()}
     world = RecordedWorld(recording.engine.config, recording.texts, prices, fates, model, speed)
     return recording, reruns, world, choices

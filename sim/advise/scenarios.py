@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from cbatch.core.prices.cost_profile import CostProfile
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import MODEL
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
@@ -106,7 +105,7 @@ class RecordedWorld(NamedTuple):
             acceptance = RecordedDrafts(self.texts, chain, self.fates, slots, *sizes)
         parts: dict[str, Any] = {
             "max_num_seqs": slots,
-            "cost": ProfiledCost(self.prices[drafter or "off"]),
+            "cost": self.prices[drafter or "off"],
             "acceptance": acceptance,
             "tokens": RecordedTokens(self.texts, slots),
         }

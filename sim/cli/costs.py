@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from cbatch.core.prices.calibration import Calibration, decode_calibration
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
 from sim.cli.scenario import ENGINE_DEFAULTS, GPU, MODEL_SHAPE, Scenario
 from sim.cost.base import CostModel, constant_cost
@@ -65,7 +64,7 @@ def _calibrated(path: str, policy: str) -> PricedScenario:
     names = {"cost": "calibrated", "machine": calibration.machine.get("cpu")}
     names |= {"model": calibration.model, "draft_model": calibration.draft}
     return PricedScenario(
-        cost=ProfiledCost(calibration.prices, adaptive=policy == "adaptive"),
+        cost=calibration.prices,
         names=names | {"held_out_total_error": calibration.held_out.total},
         engine={"cost_profile": calibration.profile} | calibration.engine,
         limits={"max_num_seqs": calibration.max_rows},

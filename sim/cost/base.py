@@ -11,7 +11,6 @@ from typing import Protocol
 
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepWork
-from cbatch.core.prices.terms import ProfiledCost
 
 
 class CostModel(Protocol):
@@ -20,7 +19,7 @@ class CostModel(Protocol):
         else that an executor measures, and the host work of the loop around the executor."""
 
 
-def constant_cost(step_s: float = 0.01, draft_pass_s: float = 0.001) -> ProfiledCost:
+def constant_cost(step_s: float = 0.01, draft_pass_s: float = 0.001) -> CostProfile:
     """Return a cost model in which every step takes `step_s` and every draft pass
     `draft_pass_s`."""
-    return ProfiledCost(CostProfile((1, 2), (step_s, step_s), draft_pass_s=draft_pass_s))
+    return CostProfile(step_s, draft_pass_s=draft_pass_s)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cbatch.core.prices.curve import Curve
+from sim.cost.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from sim.workload.traces.files import TraceRow, csv_rows, read_lines

@@ -67,6 +67,8 @@ class FakePlannedRows(NamedTuple):
     remaining_tokens: np.ndarray
     budget_tokens: int = TOKENS
     context_tokens: int = 0
+    num_prompts: int = 0
+    chunk_tokens: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.speculation import adaptive_policy
 from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
@@ -46,7 +47,7 @@ def of_one(
     depth: int, profile: CostProfile, step_s: Callable[[int, int], float], steps: int, seed: int
 ) -> float:
     """Return the share for one seed."""
-    limits = PolicyLimits(1, 1 + depth, profile)
+    limits = PolicyLimits(1, 1 + depth, StepCosts(profile))
     policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=depth), limits)
     policy.enter(0, (70.0, 100.0))
     rng, behind, drafted = np.random.default_rng(seed), 0, [True]
@@ -63,10 +64,9 @@ def of_one(
 
 
 def share_where_steps_after_drafts_are_slow() -> float:
-    costs_s = tuple(PLAIN_S * (1 + COLD) + n * DRAFT_S for n in range(3))
     return share_with_drafts(
         2,
-        CostProfile((1, 2, 3), costs_s, draft_pass_s=1e-9),
+        CostProfile(PLAIN_S * (1 + COLD) - DRAFT_S, DRAFT_S, draft_pass_s=1e-9),
         lambda count, behind: (
             PLAIN_S * (1 if count else 1 + COLD * WARMS**behind) + DRAFT_S * count
         ),
@@ -90,7 +90,7 @@ def test_a_price_is_not_first_learnt_of_the_step_that_was_decided_in() -> None:
     more than they gain. A policy that prices by those two steps never drafts again: 0.01."""
     share = share_with_drafts(
         2,
-        CostProfile((1, 2), (PLAIN_S, 1.01 * PLAIN_S), draft_pass_s=1e-9),
+        CostProfile(PLAIN_S, 0.01 * PLAIN_S, draft_pass_s=1e-9),
         lambda count, behind: PLAIN_S * (1 + (count > 0) * (1.4 if behind < 2 else 0.7)),
         steps=1000,
     )
@@ -116,7 +116,10 @@ def test_a_step_without_drafts_is_tried_soon_where_prompts_are_never_far() -> No
         count, chunk = int(k.sum()), 2 * rows * int(step < 100 or rng.random() < 0.5)
         work = decoding(rows, drafts=count, depth=1 if count else 0)
         work.target_tokens += chunk
+        work.prefill_tokens = chunk
         sample = StepSample(work, 1e-9 * count, PLAIN_S * (1 + (count + chunk) / rows))
         policy.observe(DraftedRows(slice(0, rows), k, k * accepted, sample))
+        if chunk:
+            policy.costs.observe(sample)  # as a scheduler does
         drafted.append(count > 0)
     assert np.mean(drafted[20:100]) > 0.5 and np.mean(drafted[150:]) < 0.1

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
@@ -38,10 +39,13 @@ class Machine(NamedTuple):
         return 0.5e-3 + roofline_s
 
     def profile(self) -> CostProfile:
-        points = (1, 8, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 2304)
-        target_s = tuple(self.target_s(np.array(points)).tolist())
+        """Return the prices; those of `target_s` nearly agree."""
         return CostProfile(
-            points, target_s, draft_pass_s=self.pass_s, draft_token_s=self.draft_token_s
+            self.read_s + 0.5e-3,
+            self.token_s,
+            3.5,
+            draft_pass_s=self.pass_s,
+            draft_token_s=self.draft_token_s,
         )
 
 
@@ -155,7 +159,9 @@ def adaptive(
     slots, tally = Slots(requests, 1, batch), Tally(1, batch, count)
     policy = AdaptivePolicy(
         LookaheadConfig(policy="adaptive", k=DEPTH),
-        PolicyLimits(batch, batch * (1 + DEPTH), machine.profile() if informed else None),
+        PolicyLimits(
+            batch, batch * (1 + DEPTH), StepCosts(machine.profile() if informed else None)
+        ),
     )
     for slot in range(batch):
         policy.enter(slot, None)
@@ -329,9 +335,9 @@ def test_that_the_drafter_reads_every_new_prompt_is_a_price_of_drafting(new_prom
     """Drafts gain a tenth, and reading the prompts of newcomers takes twice that. Rows already read
     cost nothing more, but others will come."""
     rows, prompt_tokens, period = 8, 100, 5
-    profile = CostProfile((1, 2 * rows), (10e-3, 10e-3), draft_pass_s=4.5e-3, draft_ingest_s=1e-4)
+    profile = CostProfile(10e-3, draft_pass_s=4.5e-3, draft_token_s=1e-4)
     policy = AdaptivePolicy(
-        LookaheadConfig(policy="adaptive", k=1), PolicyLimits(rows, 2 * rows, profile)
+        LookaheadConfig(policy="adaptive", k=1), PolicyLimits(rows, 2 * rows, StepCosts(profile))
     )
     caps, behind = np.ones(rows, np.int32), np.zeros(rows, np.int32)
     for slot in range(rows):

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cbatch.core.prices.chunk_sizes import ChunkSizes
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_costs import StepCosts
-from cbatch.core.prices.step_work import StepWork
+from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.plan import StepPlan
 from tests.checking.cost import LinearCost
-from tests.helpers import World, make_config, make_request, rows_of
+from tests.helpers import World, decoding, make_config, make_request, prefilling, rows_of
 
 BASE_S, TOKEN_S, PAIR_S = 5e-3, 1e-3, 3e-7
 COST = LinearCost(base_s=BASE_S, token_s=TOKEN_S, context_token_s=0.0, row_s=0.0)
@@ -79,25 +81,23 @@ def steps_until(world: World, done: object) -> tuple[list[int], list[float]]:
 # ---- how many tokens -----------------------------------------------------------------------------
 
 
+def chunk_by(profile: CostProfile, share: float = 0.95) -> int:
+    """Return the chunk beside one row, once the largest chunk was measured."""
+    sizes = ChunkSizes(StepCosts(profile), 1024, share)
+    sizes.observe(StepSample(prefilling(1, 1024), 0.0, 0.0), None)
+    return sizes.chunk(decoding(1), 0, None)
+
+
 def test_the_chosen_chunk_is_the_least_that_keeps_prompts_fast() -> None:
-    costs = StepCosts(1024, 0.95)
-    for tokens in 3 * (8, 16, 32, 64, 128, 256, 512, 1024):
-        costs.observe(tokens, 0, BASE_S + TOKEN_S * tokens, has_prompts=True)
+    chosen = chunk_by(CostProfile(BASE_S, TOKEN_S))
     best = 1024 / (BASE_S + TOKEN_S * 1024)
-    chosen = costs.prompt_tokens(1024)
-    speed = chosen / (BASE_S + TOKEN_S * chosen)
-    assert speed >= 0.95 * best
-    half = chosen / 2
-    assert half / (BASE_S + TOKEN_S * half) < 0.95 * best
-    assert costs.prompt_tokens(16) == 16
+    speed_of = [n / (BASE_S + TOKEN_S * (1 + n)) for n in (chosen, chosen // 2)]
+    assert speed_of[0] >= 0.9 * best > speed_of[1]
 
 
 def test_where_steps_cost_the_same_the_whole_budget_is_taken() -> None:
     """As on a GPU that is limited by reading its weights."""
-    costs = StepCosts(1024, 0.95)
-    for tokens in 3 * (4, 16, 64, 256, 1024):
-        costs.observe(tokens, 0, BASE_S, has_prompts=True)
-    assert costs.prompt_tokens(1024) >= 0.95 * 1024 / 2 ** (1 / 4)
+    assert chunk_by(CostProfile(BASE_S)) >= 0.9 * 1024 / 2 ** (1 / 4)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

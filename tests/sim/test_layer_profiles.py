@@ -14,7 +14,7 @@ import pytest
 
 import sim.cost.layer_profiles
 from bench.simulator import against_vllm as simulator_vllm
-from cbatch.core.prices.curve import Curve
+from sim.cost.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from sim.cost.layer_profiles import Grid, LayerProfile

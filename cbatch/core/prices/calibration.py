@@ -10,10 +10,9 @@ import numpy as np
 
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
 
-FORMAT, VERSION = "cbatch-calibration", 5
+FORMAT, VERSION = "cbatch-calibration", 6
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +58,7 @@ def decode_calibration(document: bytes) -> Calibration:
 
 def accuracy(prices: CostProfile, samples: Sequence[StepSample]) -> Accuracy:
     """Return how well the prices predict `draft_s + target_s + host_s` of the samples."""
-    costs = [ProfiledCost(prices, adaptive=adaptive) for adaptive in (False, True)]
-    predicted = np.array([sum(costs[s.adaptive].step_s(s.work)) for s in samples])
+    predicted = np.array([sum(prices.step_s(s.work)) for s in samples])
     measured = np.array([s.draft_s + s.target_s + s.host_s for s in samples])
     p50, p90 = np.percentile(np.abs(predicted / measured - 1), (50, 90)).tolist()
     total = float(predicted.sum() / measured.sum() - 1)

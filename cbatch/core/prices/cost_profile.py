@@ -1,78 +1,67 @@
-"""Prices of a machine's steps, measured at start-up, or more completely by `cbatch calibrate`."""
+"""Prices of a machine's steps: ten terms, measured at start-up or by `cbatch calibrate`."""
 
 from __future__ import annotations
 
 import math
 
 import msgspec
-import numpy as np
 
-from cbatch.core.prices.curve import Curve
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
+
+MAX_CORNER = 8.0
 
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Prices in seconds; serialisable. `terms.py` says what each price is multiplied with.
+    """Prices in seconds; serialisable. The duration of a step is T + s * pairs + drafting:
 
-        target_s = T(target tokens) + C(context of decoding rows) + W(idle time) + prices * terms
-        draft_s = prices * terms                      host_s = prices * terms
+        T = (base_s ^ corner + (token_s * tokens) ^ corner) ^ (1 / corner)
+            + logit_s * logits + context_s * context + chunk_s [chunks] + verify_s [drafts]
+        s * pairs = pair_s * pairs
+        drafting = draft_pass_s * depth + draft_token_s * (drafts + catch-up tokens)
 
-    T, C and W are piecewise linear. T and C continue beyond their last points, W is constant there.
-    A staircase (captured graphs, padded rows) has two points per stair. The measurement at start-up
-    determines T and the first eight prices; `cbatch calibrate` determines all prices but
-    `context_token_s`, which C replaces.
-    """
+    `base_s` is what tokens do not change: reading the weights, launches, and the host's work. At
+    overlap depth 1 it is the host's or the device's part, whichever is longer. With `corner` 1 a
+    token always costs the same. A large `corner` is a sharp corner: up to base_s / token_s tokens
+    cost nothing, because the device, limited by its memory, computes meanwhile."""
 
-    tokens: tuple[int, ...]  # points of T, ascending
-    target_s: tuple[float, ...]  # T, with little context; made non-decreasing by `target_curve`
-    logits_token_s: float = 0.0  # beyond T, per token that needs logits
-    context_token_s: float = 0.0
-    verify_context_token_s: float = 0.0  # beyond C, per decoding context token if a row drafts
-    row_s: float = 0.0
-    draft_setup_s: float = 0.0  # per step that drafts, at any depth
-    draft_pass_s: float = 0.0
-    draft_token_s: float = 0.0
-    draft_ingest_s: float = 0.0  # per token that the drafter catches up on
-    contexts: tuple[int, ...] = (0, 1)  # points of C, ascending
-    context_s: tuple[float, ...] = (0.0, 0.0)
-    idles_s: tuple[float, ...] = (0.0, 1.0)  # points of W, ascending
-    after_idle_s: tuple[float, ...] = (0.0, 0.0)
-    further: dict[str, float] = {}  # prices of the other terms, by name
-
-    def price(self, term: str) -> float:
-        """Return the price of a term of `terms.py` in seconds; 0 if it was not measured."""
-        price: float = self.further[term] if term in self.further else getattr(self, term, 0.0)
-        return price
+    base_s: float
+    token_s: float = 0.0  # per target token: of a prompt, decoded, or a draft
+    corner: float = 1.0
+    logit_s: float = 0.0  # per token that needs logits
+    context_s: float = 0.0  # per KV position that a row reads
+    pair_s: float = 0.0  # per query-key pair
+    chunk_s: float = 0.0  # per step with chunks of prompts
+    verify_s: float = 0.0  # per step with drafts
+    draft_pass_s: float = 0.0  # per sequential pass of the drafter
+    draft_token_s: float = 0.0  # per token that the drafter drafts or catches up on
 
     def __post_init__(self) -> None:
-        curves = ((self.contexts, self.context_s), (self.idles_s, self.after_idle_s))
-        prices = [s for s in msgspec.structs.astuple(self) if isinstance(s, float)]
-        prices += self.further.values()
-        for field, ok, remedy in (
-            ("tokens", len(self.tokens) >= 2, "give at least two points"),
-            ("tokens", _ascend(self.tokens) and self.tokens[0] >= 1, "give ascending counts"),
-            ("target_s", len(self.target_s) == len(self.tokens), "give one duration per count"),
-            ("target_s", all(0 < s < math.inf for s in self.target_s), "give positive seconds"),
-            ("slopes", all(0 <= s < math.inf for s in prices), "give seconds of 0 or more"),
-            ("curves", all(_is_curve(*curve) for curve in curves), "give ascending points"),
-        ):
-            if not ok:
-                raise FieldError(f"cost_profile.{field}", "is not a profile", remedy)
+        for name in self.__struct_fields__:
+            price, least = getattr(self, name), 1.0 if name == "corner" else 0.0
+            if not least <= price < math.inf or (name == "base_s" and price <= 0):
+                problem = f"{price!r} is not a price"
+                raise FieldError(f"cost_profile.{name}", problem, "give seconds of 0 or more")
 
-    def target_curve(self) -> Curve:
-        """Return T, made non-decreasing."""
-        return Curve(self.tokens, np.maximum.accumulate(self.target_s).tolist())
-
-    def table(self, max_tokens: int) -> np.ndarray:
-        """Return T(0) to T(max_tokens), float64."""
-        curve = self.target_curve()
-        return np.array([curve(count) for count in range(max_tokens + 1)])
-
-
-def _ascend(values: tuple[float, ...]) -> bool:
-    return all(a < b for a, b in zip(values, values[1:], strict=False))
+    def step_s(self, work: StepWork) -> tuple[float, float, float]:
+        """Return the predicted `draft_s`, `target_s` and `host_s` of a step. The host's part is in
+        `target_s`."""
+        target_s = (
+            corner_s(self.base_s, self.token_s * work.target_tokens, self.corner)
+            + self.logit_s * work.logit_tokens
+            + self.context_s * work.context_tokens
+            + self.pair_s * work.pairs
+        )
+        if work.prefill_tokens:
+            target_s += self.chunk_s
+        if not (work.draft_depth or work.ingested_tokens):
+            return 0.0, target_s, 0.0
+        tokens = work.draft_tokens + work.ingested_tokens
+        draft_s = self.draft_pass_s * work.draft_depth + self.draft_token_s * tokens
+        return draft_s, target_s + self.verify_s * (work.draft_tokens > 0), 0.0
 
 
-def _is_curve(points: tuple[float, ...], seconds: tuple[float, ...]) -> bool:
-    rises = all(0 <= a <= b < math.inf for a, b in zip(seconds, seconds[1:], strict=False))
-    return _ascend(points) and rises and len(points) == len(seconds) >= 2
+def corner_s(base_s: float, tokens_s: float, corner: float) -> float:
+    """Return the smooth maximum of two durations; their sum if `corner` is 1."""
+    result: float = (base_s**corner + tokens_s**corner) ** (1 / corner)
+    return result

@@ -1,116 +1,195 @@
-"""The duration of a step, learned from committed steps, and the prompt tokens that a step takes.
+"""The cost model of steps: a `CostProfile` that measured steps correct.
 
-    duration = T(n) + s * pairs
-
-n is the number of tokens in the step: prompts, decodes and drafts. `pairs` is the number of
-(query, key) pairs of its attention. Durations are wall time, the host's part included. While rows
-decode, a step takes the fewest prompt tokens that keep nearly the best prompt throughput. The
-decoding rows then wait no longer than necessary for their next tokens.
+The scheduler's chunks, the lookahead policy and the estimates for time targets ask it. Durations
+are wall time, the host's part included. What the drafter takes is learned apart, from its own
+measured time, so that drafts never count as the cost of a chunk.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from msgspec import structs
 
-from cbatch.core.prices.step_curve import StepCurve
+from cbatch.core.prices.cost_profile import MAX_CORNER, CostProfile
+from cbatch.core.prices.robust_fit import RobustFit
+from cbatch.core.prices.step_work import StepSample, StepWork
 
-# Share of the best prompt throughput that steps keep while rows decode.
-PROMPT_SHARE = 0.8
-PLAIN_EVERY = 16  # every 16th step without prompts is observed
-# While rows decode, a chunk has at most `_FIRST_CHUNK_TOKENS`, or `_GROWTH` times the tokens of the
-# largest measured step if this is more.
-_FIRST_CHUNK_TOKENS, _GROWTH = 64, 2
-_MIN_STEPS_PER_SIZE = 3  # steps before their size counts as measured: the first is slower
-_MIN_CHUNK_TOKENS = 8  # prompt tokens of a step whatever its target, so that prompts progress
-# A step is planned to take this share (margin) of the target time between two tokens. The share
-# falls after a step longer than the target, and rises after a shorter one: in equilibrium one step
-# in two hundred is too long. Each target has its own, so that clients with short ones change no
-# other.
-_FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0002
-_MIN_MARGIN = 0.4
-_MAX_TARGETS = 16  # targets that have margins of their own
+# Prices of a machine of which nothing is known, as shares of `base_s`, and how far they may be off.
+_UNKNOWN = CostProfile(
+    1.0, 0.003, 1.5, 0.001, 2e-6, 5e-6, 0.02, 0.02, draft_pass_s=0.05, draft_token_s=0.001
+)
+_SPREAD = np.array([0.3, 0.06, 1.0, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
+_FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
+_PROFILED = 0.15  # how far prices of a profile may be off, relative
+_CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
+_LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
+_LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
+_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, MAX_CORNER)
+
+
+class StepPrices:
+    """`step_s[n]`: seconds of a step with n drafts in all, without the drafter's passes, float64
+    [1 + most drafts]. `pass_s`: seconds of a pass. `ingest_s`: seconds of a catch-up token."""
+
+    def __init__(self, step_s: np.ndarray, pass_s: float, ingest_s: float = 0.0) -> None:
+        self.step_s, self.pass_s, self.ingest_s = step_s, pass_s, ingest_s
 
 
 class StepCosts:
-    """Cost model of steps. Estimates are functions of the observed steps alone."""
+    """Prices of one executor's steps. `observe` corrects them."""
 
-    def __init__(self, max_tokens: int, prompt_share: float = PROMPT_SHARE) -> None:
-        """`max_tokens`: most tokens of a step. `prompt_share`: share of the best prompt throughput
-        that a chunk keeps; 1: chunks take the whole budget."""
-        self._prompt_share = prompt_share
-        self._curve = StepCurve(max_tokens, fits_slope=True)
-        sizes = _MIN_CHUNK_TOKENS * 2 ** (np.arange(80) / 4)  # four sizes per doubling
-        self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
-        self._has_prompts = False
-        self._max_measured = 0  # tokens of the largest measured step
-        self._margins: dict[float, float] = {}  # by target, last observed last
+    def __init__(self, profile: CostProfile | None = None, *, drifts: bool = True) -> None:
+        """`drifts`: prices may change while they are measured."""
+        self._drifts = drifts
+        self._num_observed = {False: 0, True: 0}  # steps without chunks, with drafts or without
+        self._first: list[StepSample] = []  # while there are no prices
+        self._target: RobustFit | None = None
+        self._draft: RobustFit | None = None
+        if profile is not None:
+            self._start(profile, _PROFILED)
+
+    def _start(self, profile: CostProfile, accuracy: float) -> None:
+        """Start from a profile. `accuracy` is the relative error of its prices."""
+        prices = np.array(structs.astuple(profile))
+        spread = _SPREAD * profile.base_s
+        spread[_CORNER] = _SPREAD[_CORNER]
+        if accuracy < 1:
+            spread = accuracy * (prices + 0.3 * spread)
+        lowest = _LOWEST.copy()
+        lowest[0] = 1e-3 * profile.base_s
+        target, draft = slice(0, _FIRST_DRAFT), slice(_FIRST_DRAFT, None)
+        self._target = RobustFit(
+            prices[target],
+            spread[target],
+            common=accuracy,
+            drifts=self._drifts,
+            lowest=lowest,
+            highest=_HIGHEST,
+            is_seconds=_IS_SECONDS,
+        )
+        if self._draft is None:
+            self._draft = RobustFit(
+                prices[draft], spread[draft], common=accuracy, drifts=self._drifts
+            )
 
     @property
     def is_known(self) -> bool:
-        """True once a duration was observed."""
-        return bool(self._curve.known)
+        """True if a profile or a step has given prices."""
+        return self._target is not None
 
-    def observe(self, tokens: int, pairs: int, seconds: float, *, has_prompts: bool) -> None:
-        """Observe a step by its tokens and query-key pairs. A duration of 0 is ignored."""
-        if seconds > 0 and tokens > 0:
-            self._curve.observe(tokens, seconds, pairs)
-            self._has_prompts |= has_prompts
-            if self._curve.num_steps_near(tokens) >= _MIN_STEPS_PER_SIZE:
-                self._max_measured = max(self._max_measured, tokens)
+    @property
+    def profile(self) -> CostProfile:
+        """Return the present prices. Call it once they are known."""
+        assert self._target is not None and self._draft is not None
+        return CostProfile(*self._target.prices.tolist(), *self._draft.prices.tolist())
 
-    def observe_target(
-        self, target_s: float, seconds: float, rows: int = 0, pairs_per_token: float = 0.0
-    ) -> None:
-        """Observe the duration of a step with `rows` rows, whose target was `target_s`. A miss
-        teaches nothing if even the shortest step of these rows would have missed."""
-        if seconds > target_s and self.is_known:
-            tokens = rows + _MIN_CHUNK_TOKENS
-            if self._curve.seconds_at(tokens, tokens * pairs_per_token) > target_s:
-                return
-        change = -_MARGIN_FALL if seconds > target_s else _MARGIN_RISE
-        margin = min(max(self._margin(target_s) + change, _MIN_MARGIN), 1.0)
-        self._margins.pop(target_s, None)
-        self._margins[target_s] = margin
-        if len(self._margins) > _MAX_TARGETS:
-            del self._margins[next(iter(self._margins))]
+    def is_measured(self, *, drafts: bool) -> bool:
+        """Return whether steps with drafts, or without, were observed. A profile does not count."""
+        return self._num_observed[drafts] > 1
 
-    def _margin(self, target_s: float) -> float:
-        return self._margins.get(target_s, _FIRST_MARGIN)
+    def observe(self, sample: StepSample) -> None:
+        """Learn from a measured step. A duration of 0 or less was not measured."""
+        work = sample.work
+        seconds = sample.rest_s
+        if seconds > 0 and work.target_tokens:
+            if not work.prefill_tokens:
+                self._num_observed[work.draft_tokens > 0] += 1
+            self._first.append(sample)
+            if self._target is None and len(self._first) == _FIRST_STEPS:
+                self._start(scaled(_UNKNOWN, _median_speed(self._first)), 1.0)
+            if self._target is not None:
+                for each in self._first:
+                    expected_s, gradient = self._gradients(_features(each.work))
+                    self._target.observe(each.rest_s, float(expected_s[0]), gradient[0])
+                self._first.clear()
+        passes, tokens = work.draft_depth, work.draft_tokens + work.ingested_tokens
+        if sample.draft_s > 0 and self._draft is not None and (passes or tokens):
+            counts = np.array([passes, tokens], np.float64)
+            self._draft.observe(sample.draft_s, float(self._draft.prices @ counts), counts)
 
-    def prompt_tokens(self, budget_tokens: int) -> int:
-        """Return the fewest prompt tokens, at most the budget, whose throughput n / T(n) is at
-        least `prompt_share` of the best. Without observations, return the budget."""
-        if self._prompt_share == 1 or not self.is_known:
-            return budget_tokens
-        speeds = self._sizes / self._curve.seconds_at(self._sizes, 0)
-        smallest = int(np.argmax(speeds >= self._prompt_share * speeds.max()))
-        max_chunk = max(_GROWTH * self._max_measured, _FIRST_CHUNK_TOKENS)
-        return min(int(self._sizes[smallest]), max_chunk, budget_tokens)
+    def prices(
+        self, rows: int, context_tokens: int, max_drafts: int, chunk_tokens: int = 0
+    ) -> StepPrices:
+        """Return the prices of steps with `rows` decoding rows and 0 to `max_drafts` drafts in
+        all. Beside a chunk, drafts cost what they add to that step."""
+        assert self._draft is not None and self._target is not None
+        tokens = rows + np.arange(max_drafts + 1.0)
+        pairs = context_tokens / max(rows, 1) * tokens
+        step_s = self.seconds(tokens + chunk_tokens, tokens, context_tokens, pairs)
+        if chunk_tokens:
+            step_s += self.seconds(tokens[:1], tokens[0], context_tokens, pairs[0]) - step_s[0]
+        step_s[1:] += self._target.prices[7]
+        return StepPrices(step_s, *self._draft.prices.tolist())
 
-    def tokens_within(self, target_s: float, rows: int, pairs: int, context_tokens: int) -> int:
-        """Return the tokens that can be added to a step within `target_s`. The step has `rows`
-        decoding tokens with `pairs` pairs; an added token attends to `context_tokens`. Without
-        observations, return the most tokens of a step."""
-        if not self.is_known:
-            return int(self._sizes[-1])
-        attention_s = self._curve.slope_s * self._sizes * (context_tokens + self._sizes / 2)
-        step_s = self._curve.seconds_at(rows + self._sizes, pairs) + attention_s
-        fitting = np.count_nonzero(step_s <= self._margin(target_s) * target_s)
-        return int(self._sizes[fitting - 1]) if fitting else 0
+    def seconds(
+        self,
+        tokens: np.ndarray,
+        logits: np.ndarray | float,
+        context: np.ndarray | float,
+        pairs: np.ndarray | float,
+    ) -> np.ndarray:
+        """Return the seconds of steps without chunks and drafts, float64 [k]."""
+        assert self._target is not None
+        base_s, token_s, corner, logit_s, context_s, pair_s = self._target.prices[:6]
+        seconds: np.ndarray = (base_s**corner + (token_s * tokens) ** corner) ** (1 / corner)
+        return seconds + (logit_s * logits + context_s * context + pair_s * pairs)
 
-    def chunk(self, rows: int, pairs: int, context_tokens: int, target_s: float | None) -> int:
-        """Return the prompt tokens of a step with `rows` decoding tokens and `pairs` pairs: the
-        result of `prompt_tokens`, or what fits in `target_s`, but at least `_MIN_CHUNK_TOKENS`."""
-        chosen = self.prompt_tokens(int(self._sizes[-1]))
-        if target_s is None:
-            return chosen
-        fitting = self.tokens_within(target_s, rows, pairs, context_tokens)
-        return min(chosen, max(fitting, _MIN_CHUNK_TOKENS))
+    def with_chunks(
+        self, work: StepWork, sizes: np.ndarray, history: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of the step `work` with chunks of these `sizes`, float64 [k], after
+        `history` tokens of the prompt, and their shares by price, [k, 8]."""
+        features = np.repeat(_features(work), len(sizes), axis=0)
+        features[:, 1] += sizes
+        features[:, 4] += history + sizes
+        features[:, 5] += sizes * (history + sizes / 2)
+        features[:, 6] = sizes > 0
+        seconds, gradients = self._gradients(features)
+        return seconds, gradients / seconds[:, None]
 
-    def prompt_token_s(self, rows: int, budget_tokens: int) -> float:
-        """Return the estimated seconds per prompt token while `rows` rows decode, at recent context
-        lengths; 0 without observations."""
-        if not self._has_prompts:
-            return 0.0
-        chunk = min(self.prompt_tokens(budget_tokens), budget_tokens) if rows else budget_tokens
-        return self._curve.typical_s(min(rows + chunk, int(self._sizes[-1]))) / chunk
+    def draft_s(self, work: StepWork) -> float:
+        """Return the seconds of the drafter's passes and catch-up."""
+        assert self._draft is not None
+        pass_s, token_s = self._draft.prices.tolist()
+        drafted: float = token_s * (work.draft_tokens + work.ingested_tokens)
+        return drafted + pass_s * work.draft_depth
+
+    def variances(self, shares: np.ndarray) -> np.ndarray:
+        assert self._target is not None
+        return self._target.variances(shares)
+
+    def _gradients(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of steps, float64 [k], and their derivatives by price, [k, 8]."""
+        assert self._target is not None
+        prices, gradients = self._target.prices, features.copy()
+        base_s, tokens_s, corner = max(prices[0], 1e-12), prices[1] * features[:, 1], prices[_CORNER]
+        powers = (tokens_s / base_s) ** corner
+        corner_s = base_s * (1 + powers) ** (1 / corner)
+        share = powers / (1 + powers)  # of the tokens
+        gradients[:, 0] = (base_s / corner_s) ** (corner - 1)
+        gradients[:, 1] *= (tokens_s / corner_s) ** (corner - 1)
+        entropy = share * np.log(share + 1e-30) + (1 - share) * np.log(1 - share + 1e-30)
+        gradients[:, _CORNER] = corner_s * entropy / corner**2
+        features[:, _CORNER] = 0.0
+        seconds = corner_s + features[:, 3:] @ prices[3:]
+        return seconds, gradients
+
+
+def scaled(profile: CostProfile, factor: float) -> CostProfile:
+    """Return the prices of a machine that takes `factor` times as long."""
+    prices = factor * np.array(structs.astuple(profile))
+    prices[_CORNER] = profile.corner
+    return CostProfile(*prices.tolist())
+
+
+def _median_speed(samples: list[StepSample]) -> float:
+    """Return the median duration relative to the prices of an unknown machine."""
+    ratios = sorted(each.rest_s / _UNKNOWN.step_s(each.work)[1] for each in samples)
+    return ratios[len(ratios) // 2]
+
+
+def _features(work: StepWork) -> np.ndarray:
+    """Return the factor of each price of a step without the drafter's, float64 [1, 8]."""
+    chunks, drafts = work.prefill_tokens > 0, work.draft_tokens > 0
+    counts = work.target_tokens, 0, work.logit_tokens, work.context_tokens, work.pairs
+    return np.array([(1, *counts, chunks, drafts)], np.float64)

@@ -1,14 +1,11 @@
 """The composition of a step and its measured durations, to which prices are fitted.
 
-The lookahead policy, the measurement at start-up, `cbatch calibrate` and the simulator use it.
+The scheduler, the measurement at start-up, `cbatch calibrate` and the simulator use it.
 """
 
 from __future__ import annotations
 
 import msgspec
-
-# While a machine is idle, caches lose data. After each step this share of the loss remains.
-IDLE_DECAY = 0.1
 
 
 class StepWork(msgspec.Struct, gc=False):
@@ -18,30 +15,44 @@ class StepWork(msgspec.Struct, gc=False):
     to the context before it and, on average, to half of itself.
     """
 
-    # A commit sets these fields; the lookahead policy learns prices from them.
+    # A commit sets these fields. Prices are learned from them.
     rows: int = 0
     target_tokens: int = 0  # tokens through the target model, drafts included
     logit_tokens: int = 0  # part of `target_tokens` that needs logits
     context_tokens: int = 0  # KV positions that rows read
+    decode_pairs: int = 0  # query-key pairs of decoding rows
+    prefill_tokens: int = 0  # part of `target_tokens` that is in chunks
+    prefill_pairs: int = 0  # query-key pairs of chunks
     draft_depth: int = 0  # sequential passes of the drafter
     draft_tokens: int = 0
     ingested_tokens: int = 0  # tokens that the drafter catches up on
-    # `SlotCounts` (`slot_counts.py`) sets these fields, which depend on earlier plans, too.
+    # `SlotCounts` (`slot_counts.py`) sets these fields, too.
     decode_rows: int = 0  # part of `rows` that decodes or verifies
     decode_longest_tokens: int = 0  # most KV positions that a decoding row reads
     decode_shortest_tokens: int = 0  # fewest KV positions that a decoding row reads
-    decode_pairs: int = 0  # query-key pairs of decoding rows
-    prefill_tokens: int = 0  # part of `target_tokens` that is in chunks
     prefill_context_tokens: int = 0  # part of `context_tokens` that chunks read
-    prefill_pairs: int = 0  # query-key pairs of chunks
     draft_context_tokens: int = 0  # context of the rows that draft
     admitted: int = 0  # requests that entered a slot
-    steps_since_prefill: int = 0  # 0: this step computes a chunk
-    idle_s: float = 0.0  # idle time before the step, or `IDLE_DECAY` times the last step's value
+
+    @classmethod
+    def decoding(cls, rows: int, context_tokens: int) -> StepWork:
+        """Return a step in which rows decode one token each."""
+        work = cls(rows=rows, decode_rows=rows, target_tokens=rows, logit_tokens=rows)
+        work.context_tokens = work.decode_pairs = context_tokens
+        return work
+
+    @property
+    def plain(self) -> StepWork:
+        """Return the step of the same decoding rows without drafts and chunks."""
+        return StepWork.decoding(self.decode_rows, self.decode_context_tokens)
 
     @property
     def decode_context_tokens(self) -> int:
         return self.context_tokens - self.prefill_context_tokens
+
+    @property
+    def pairs(self) -> int:
+        return self.decode_pairs + self.prefill_pairs
 
 
 class StepSample(msgspec.Struct, frozen=True):
@@ -51,4 +62,8 @@ class StepSample(msgspec.Struct, frozen=True):
     draft_s: float  # passes of the drafter
     target_s: float  # the rest of the executor's time
     host_s: float = 0.0  # of the step loop around the executor
-    adaptive: bool = False  # whether the adaptive policy chose the draft lengths
+
+    @property
+    def rest_s(self) -> float:
+        """Return the seconds of the step without the drafter's; 0 if they were not measured."""
+        return self.target_s + self.host_s if self.target_s > 0 else 0.0

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.block_pool import ONE
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.preemption import PreemptionCandidate, decide_growth, fit_drafts
@@ -245,16 +246,22 @@ def _prompt_budget(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, prompts: list[_Prompt]
 ) -> int:
     """Return the most prompt tokens of the step: the budget that decoding rows leave, limited by
-    the delay that these rows accept (see step_costs.py)."""
+    the delay that these rows accept (see chunk_sizes.py)."""
     config, num_rows = state.config, len(batch.slots)
     budget = config.max_num_batched_tokens - num_rows - tokens.total_drafts
     budget -= ceil(tokens.total_catch_up * config.catch_up_price)
     if not num_rows:
         return budget
-    pairs = int(state.table.num_tokens[batch.rows] @ tokens.query_lens.astype(np.int64))
-    context = state.table.kv_len(prompts[0].slot) if prompts else 0
-    num_tokens, target_s = num_rows + tokens.total_drafts, batch.itl_target_s
-    return min(budget, state.step_costs.chunk(num_tokens, pairs, context, target_s))
+    known = state.table.num_tokens[batch.rows].astype(np.int64)
+    work = StepWork.decoding(num_rows, int(np.add.reduce(known)))
+    if tokens.total_drafts:
+        work.decode_pairs = int(known @ tokens.query_lens)
+        work.draft_depth = int(np.maximum.reduce(tokens.num_drafts))
+        work.draft_tokens = tokens.total_drafts
+        work.target_tokens = work.logit_tokens = num_rows + tokens.total_drafts
+    work.ingested_tokens = tokens.total_catch_up
+    history = state.table.kv_len(prompts[0].slot) if prompts else 0
+    return min(budget, state.chunk_sizes.chunk(work, history, batch.itl_target_s))
 
 
 def _serve(state: SchedulerState, prompt: _Prompt, budget_tokens: int, chunks: list[Chunk]) -> int:
@@ -374,16 +381,26 @@ class DraftableRows:
         if has_prompts:
             budget //= 2
         if target_s is not None:
-            pairs, costs = self.context_tokens, state.step_costs
-            fitting = costs.tokens_within(target_s, self.num_rows, pairs, pairs // self.num_rows)
+            context, chunks = self.context_tokens, state.chunk_sizes
+            work = StepWork.decoding(self.num_rows, context)
+            fitting = chunks.tokens_within(target_s, work, context // self.num_rows)
             if has_prompts:
-                fitting -= costs.chunk(self.num_rows, pairs, 0, target_s)
+                fitting -= chunks.chunk(work, 0, target_s)
             budget = max(min(budget, fitting), 0)
         return budget
 
     @property
     def context_tokens(self) -> int:
         return int(np.add.reduce(self._num_known))
+
+    @cached_property
+    def num_prompts(self) -> int:
+        state = self._state
+        return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._state.chunk_sizes.last if self.num_prompts else 0
 
     @property
     def remaining_tokens(self) -> np.ndarray:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import numpy as np
 from msgspec import structs
 
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import FinishReason, Request, SamplingParams
 from cbatch.core.scheduler import events
@@ -152,8 +153,10 @@ class Scheduler:
     @property
     def prompt_token_s(self) -> float:
         """Return the estimated seconds per prompt token at the present load; 0 if unknown."""
-        rows, budget_tokens = len(self._state.decoding), self.config.max_num_batched_tokens
-        return self._state.step_costs.prompt_token_s(rows, budget_tokens)
+        state, budget_tokens = self._state, self.config.max_num_batched_tokens
+        context_tokens = int(state.table.num_tokens[state.decoding].sum())
+        work = StepWork.decoding(len(state.decoding), context_tokens)
+        return state.chunk_sizes.prompt_token_s(work, budget_tokens)
 
     @property
     def remaining_prompt_tokens(self) -> int:

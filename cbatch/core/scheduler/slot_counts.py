@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbatch.core.prices.step_work import IDLE_DECAY, StepWork
+from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.plan import NewSequence, StepPlan
 
 
@@ -17,16 +17,10 @@ class SlotCounts:
     def __init__(self, max_num_seqs: int) -> None:
         self.num_tokens = [0] * max_num_seqs  # known tokens
         self.num_uncomputed = [0] * max_num_seqs  # known tokens that are not in KV
-        self._since_prefill = 0  # steps after the last chunk
-        self._idle_s = 0.0
 
     def admit(self, admission: NewSequence) -> None:
         self.num_tokens[admission.slot] = len(admission.tokens)
         self.num_uncomputed[admission.slot] = len(admission.tokens) - admission.kv_len_tokens
-
-    def idle(self, seconds: float) -> None:
-        """Record `seconds` of idle time before the next step."""
-        self._idle_s = seconds
 
     def known(self, slots: list[int]) -> list[int]:
         """Return the number of known tokens of each slot."""
@@ -40,9 +34,6 @@ class SlotCounts:
         rows, decodes, depth = len(slots), uncomputed.count(1), max(drafts)
         work = StepWork(rows=rows, decode_rows=decodes)
         work.admitted = len(plan.deltas.new_sequences)
-        self._since_prefill = self._since_prefill + 1 if decodes == rows else 0
-        work.steps_since_prefill, work.idle_s = self._since_prefill, self._idle_s
-        self._idle_s *= IDLE_DECAY
         work.ingested_tokens = sum(plan.catch_up.tolist())
         # Number of leading rows that decode without drafts; each reads all its known tokens.
         plain = decodes if not depth and uncomputed[:decodes].count(1) == decodes else 0

@@ -6,6 +6,7 @@ from typing import cast
 
 import numpy as np
 
+from cbatch.core.prices.chunk_sizes import ChunkSizes
 from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node, root_of
@@ -47,11 +48,14 @@ class SchedulerState:
         self.last_commit_s: float | None = None  # None: the engine was idle since
         self.finished: list[Finished] = []
         self.stats = SchedulerStats()
+        self.costs = StepCosts(config.cost_profile)
         self.policy = build_policy(
             config.lookahead if config.default_chain else LookaheadConfig(),
-            PolicyLimits(config.max_num_seqs, config.max_num_batched_tokens, config.cost_profile),
+            PolicyLimits(config.max_num_seqs, config.max_num_batched_tokens, self.costs),
         )
-        self.step_costs = StepCosts(config.max_num_batched_tokens, config.prompt_share)
+        self.chunk_sizes = ChunkSizes(
+            self.costs, config.max_num_batched_tokens, config.prompt_share
+        )
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
         # With a reserve of a block or more, a sequence gains a block between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size)

@@ -1,7 +1,7 @@
 """Commit the result of a step: new tokens, estimates, ends of requests, freed blocks.
 
 `update_from_output` is vLLM's `Scheduler.update_from_output`. In order: the emitted tokens enter
-the slot table; the lookahead policy and the step costs observe the step; finished and failed
+the slot table; the lookahead policy and the cost model observe the step; finished and failed
 sequences leave their slots; the slots of cancelled rows and the blocks that no row needs are freed;
 sequences whose preemption waited for this step are preempted.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 from msgspec import structs
 
-from cbatch.core.prices.step_costs import PLAIN_EVERY
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import FinishReason
@@ -20,6 +19,7 @@ from cbatch.core.scheduler.sequence import Commit
 from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable
 from cbatch.core.scheduler.state import SchedulerState
 
+PLAIN_EVERY = 16  # every 16th step without chunks is observed, if the policy has no prices
 _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
 _NO_TOKEN = int(RowStatus.NO_TOKEN)
@@ -42,8 +42,12 @@ def update_from_output(state: SchedulerState, result: StepResult, now_s: float) 
 
     _append_tokens(state, step)
     state.policy.observe(step)
-    if step.has_chunks or not result.step_id % PLAIN_EVERY or planned.itl_target_s is not None:
-        _observe_costs(state, step, planned.itl_target_s)
+    learns = step.has_chunks or not (state.policy.priced or result.step_id % PLAIN_EVERY)
+    if learns or planned.itl_target_s is not None:
+        sample = step.sample()
+        if learns:
+            state.costs.observe(sample)
+        state.chunk_sizes.observe(sample, planned.itl_target_s)
 
     ended = _find_ends(state, step, may_end)
     if step.has_errors:
@@ -129,36 +133,41 @@ class CommittedStep:
         )
         self.rows = self.plan.slots
 
-    def num_pairs(self) -> int:
-        """Return the (query, key) pairs of the step's attention: each token that a row computed
-        attends to all its KV. Call it once the step's tokens are in the table."""
-        table, rows = self._table, self.rows
-        kv_len = table.num_tokens[rows] - table.num_uncomputed_tokens[rows]
-        return int(kv_len.astype(np.int64) @ self.plan.query_lens)
-
     def sample(self) -> StepSample:
         """Return the composition of the step and its duration: the wall time since the previous
         commit, because planning, launches and detokenization take part of a small model's step.
-        Without a previous commit, or if the executor measured more, use its measurement."""
+        Without a previous commit, or if the executor measured more, use its measurement. Call it
+        once the step's tokens are in the table."""
         plan, result = self.plan, self.result
         target_s = result.target_s
         if self.elapsed_s is not None:
             target_s = max(self.elapsed_s - result.draft_s, target_s)
-        rows = len(self.slots)
-        work = StepWork(
-            rows=rows,
-            target_tokens=rows,
-            logit_tokens=rows,
-            context_tokens=int(np.add.reduce(self._table.num_tokens[self.rows])),
-        )
+        table = self._table
+        kv_len = table.num_tokens[self.rows] - table.num_uncomputed_tokens[self.rows]
+        work = StepWork.decoding(len(self.slots), int(np.add.reduce(kv_len, dtype=np.int64)))
         if self.has_chunks or not (self.drafter_idle and self.one_token_per_row):
+            query_lens = plan.query_lens.astype(np.int64)
+            work.decode_pairs = int(kv_len @ query_lens)
+            if self.has_chunks:
+                self._count_chunks(work, kv_len, query_lens)
             unused = int(np.add.reduce(plan.num_drafts)) - self.total_drafted
-            work.target_tokens = int(np.add.reduce(plan.query_lens)) - unused
+            work.target_tokens = int(np.add.reduce(query_lens)) - unused
             work.logit_tokens = int(np.count_nonzero(plan.wants_logits)) + self.total_drafted
             work.draft_depth = int(np.maximum.reduce(self.num_drafted, initial=0))
             work.draft_tokens = self.total_drafted
             work.ingested_tokens = int(np.add.reduce(plan.catch_up))
         return StepSample(work, result.draft_s, target_s)
+
+    def _count_chunks(self, work: StepWork, kv_len: np.ndarray, query_lens: np.ndarray) -> None:
+        """Count the chunks of the step apart from its decoding rows: the rows that computed more
+        than a token and its drafts, or did not want logits."""
+        chunks = (query_lens > 1 + self.plan.num_drafts) | ~self.plan.wants_logits
+        kv_len, query_lens = kv_len[chunks], query_lens[chunks]
+        work.decode_rows -= len(query_lens)
+        work.prefill_tokens = int(np.add.reduce(query_lens))
+        work.prefill_context_tokens = int(np.add.reduce(kv_len, dtype=np.int64))
+        work.decode_pairs -= int(kv_len @ query_lens)
+        work.prefill_pairs = int(kv_len @ query_lens - query_lens @ (query_lens - 1) // 2)
 
 
 def _rows(
@@ -208,15 +217,6 @@ def advance_draft_kv(table: SlotTable, step: CommittedStep) -> None:
         kept = np.minimum(table.draft_kv[rows] + sliced, before)
         draft_kv = np.where(drafted > 0, draft_kv, kept)
     table.draft_kv[rows] = draft_kv
-
-
-def _observe_costs(state: SchedulerState, step: CommittedStep, itl_target_s: float | None) -> None:
-    costs, sample = state.step_costs, step.sample()
-    seconds, tokens = sample.draft_s + sample.target_s, sample.work.target_tokens
-    pairs = step.num_pairs()
-    costs.observe(tokens, pairs, seconds, has_prompts=step.has_chunks)
-    if itl_target_s is not None and tokens:
-        costs.observe_target(itl_target_s, seconds, len(step.slots), pairs / tokens)
 
 
 # ---- ends ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The `adaptive` policy: it chooses each row's k to commit the most tokens per second at this load.
 
 A decision (draft_allocation.py) uses estimates of acceptance (acceptance.py) and prices of steps
-(cost_model.py). It is kept for some steps, or until a quarter of the batch has changed.
+(step_costs.py). It is kept for some steps, or until a quarter of the batch has changed.
 
 The policy is in one of two modes: rows draft, or no row drafts. Experiments keep the price of the
 other mode up to date: steps without drafts while rows draft, or one draft per step while no row
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cbatch.core.prices.cost_model import MIN_LAG_TOKENS, OnlineCostModel, StepPrices
+from cbatch.core.prices.step_costs import StepPrices
 from cbatch.core.speculation import acceptance
 from cbatch.core.speculation.acceptance import OverallAcceptance, Rows, survival
 from cbatch.core.speculation.config import LookaheadConfig
@@ -32,6 +32,7 @@ from cbatch.core.speculation.policy import (
 SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
 # Steps of an experiment: the maximum if a step loses at most `_MIN_LOSS`.
 MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
+MIN_LAG_TOKENS = 8  # catching up on fewer tokens costs a drafter almost nothing
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
 _EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.005
@@ -41,7 +42,7 @@ class AdaptivePolicy(EstimatingPolicy):
     priced = True
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
-        self.costs = OnlineCostModel(limits.profile, max_tokens=limits.max_tokens)
+        self.costs = limits.costs
         self.all_rows = OverallAcceptance(config)
         super().__init__(config, limits)
         self.drafting = True
@@ -53,6 +54,7 @@ class AdaptivePolicy(EstimatingPolicy):
         self._decided_at = self._decide_at = 0  # steps of the last decision and of the next
         self._newcomers = 0  # rows that entered since the last decision
         self._experiment = range(0)  # steps of the latest experiment
+        self._beside_prompts = False  # whether prompts waited at the last decision
 
     @property
     def prior(self) -> tuple[float, float]:
@@ -67,12 +69,12 @@ class AdaptivePolicy(EstimatingPolicy):
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         self._steps += 1
         if self._steps not in self._experiment and (
-            self._steps >= self._decide_at or self._has_changed(step.num_rows)
+            self._steps >= self._decide_at or self._has_changed(step.num_rows, has_prompts=step.num_prompts > 0)
         ):
             self._decide(step)
         if self._steps in self._experiment:
             return None if self.drafting else self._single_draft(step)
-        if not self.drafting:
+        if not self.drafting or not self.decision.total_drafts:
             return None
         num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.max_drafts)
         return num_drafts
@@ -81,7 +83,7 @@ class AdaptivePolicy(EstimatingPolicy):
         learns_prices = self._learns_prices()
         if step.total_planned:
             self._observe_drafts(step, learns_prices)
-        if learns_prices:
+        if learns_prices and not step.has_chunks:  # others are observed in any case
             self.costs.observe(step.sample())
 
     def _observe_drafts(self, step: DraftedStep, learns_prices: bool) -> None:
@@ -105,9 +107,12 @@ class AdaptivePolicy(EstimatingPolicy):
             return PolicyStats(self.drafting, None, None, None, totals)
         return PolicyStats(True, decision.threshold, decision.tokens_per_s, decision.gain, totals)
 
-    def _has_changed(self, num_rows: int) -> bool:
-        """Return whether a quarter of the batch has entered or left since the last decision."""
+    def _has_changed(self, num_rows: int, *, has_prompts: bool) -> bool:
+        """Return whether a quarter of the batch has entered or left since the last decision, or
+        prompts have come or are computed."""
         previous = len(self.decision.num_drafts)
+        if self.drafting and has_prompts != self._beside_prompts:
+            return True
         if abs(num_rows - previous) > max(previous // 4, 1):
             return True
         is_due = self._steps - self._decided_at >= SOON_STEPS
@@ -126,6 +131,7 @@ class AdaptivePolicy(EstimatingPolicy):
     def _decide(self, step: PlannedRows) -> None:
         self._drift()
         self._decided_at, self._newcomers = self._steps, 0
+        self._beside_prompts = step.num_prompts > 0
         self._decide_at = self._steps + SOON_STEPS
         depth = int(np.maximum.reduce(step.max_drafts, initial=0))
         max_total = min(step.budget_tokens, depth * step.num_rows)
@@ -133,9 +139,12 @@ class AdaptivePolicy(EstimatingPolicy):
             self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
             self._num_drafts[step.rows] = 0
             return
-        prices = self.costs.prices(step.num_rows, step.context_tokens, max_total)
+        prices = self.costs.prices(
+            step.num_rows, step.context_tokens, max_total, step.chunk_tokens
+        )
         decision, was_drafting = self._best(step, prices, depth), self.drafting
-        self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
+        if not (was_drafting and self._beside_prompts):  # else drafts only pause
+            self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
         self.decision = decision
         self._num_drafts[step.rows] = decision.num_drafts if self.drafting else 0
         # A new row drafts as many tokens as the median row.
@@ -166,7 +175,8 @@ class AdaptivePolicy(EstimatingPolicy):
             # does not draft if its first two drafts save less time than the share of one step.
             lag, remaining = step.draft_kv_lag, np.maximum(step.remaining_tokens, 1)
             row_s = np.where(lag >= MIN_LAG_TOKENS, lag * (2 * prices.ingest_s / remaining), 0.0)
-            pays = np.add.reduce(values[:2]) * (prices.step_s[0] / step.num_rows) > row_s
+            num_waiting = step.num_rows + step.num_prompts
+            pays = np.add.reduce(values[:2]) * (prices.step_s[0] / num_waiting) > row_s
             values = np.where(pays, values, 0.0)
             catch_up_s = max(catch_up_s, float(np.add.reduce(row_s * pays)))
         step_s, delivered = prices.step_s.copy(), self.all_rows.delivered_share
@@ -174,7 +184,10 @@ class AdaptivePolicy(EstimatingPolicy):
         if delivered < 1:  # prices are of delivered drafts, decisions of planned drafts
             drafts = np.arange(len(step_s))
             step_s, values = np.interp(delivered * drafts, drafts, step_s), delivered * values
-        return decide(values, step.max_drafts, StepPrices(step_s, prices.pass_s), self.decision)
+        prices = StepPrices(step_s, prices.pass_s)
+        return decide(
+            values, step.max_drafts, prices, self.decision, num_waiting=step.num_prompts
+        )
 
     def _plan_experiment(self, step: PlannedRows, prices: StepPrices) -> None:
         """Begin an experiment if one is due, or else set the step of the next decision."""
@@ -189,7 +202,7 @@ class AdaptivePolicy(EstimatingPolicy):
         loss = max(loss, _MIN_LOSS)
         length = int(max(MAX_EXPERIMENT_STEPS * _MIN_LOSS / loss, MIN_EXPERIMENT_STEPS))
         wait = int(length * loss / share)
-        if self.drafting and not self.costs.is_measured(rows):  # the expected loss is a guess
+        if self.drafting and not self.costs.is_measured(drafts=False):  # the expected loss is a guess
             wait = min(wait, 2 * DECISION_STEPS)
         # After a change of mode, the steps between decisions grow; after an experiment they do not.
         since, due = self._steps - self._experiment.stop, self._experiment.stop + wait
@@ -199,7 +212,7 @@ class AdaptivePolicy(EstimatingPolicy):
             self._decide_at = self._experiment.stop
         elif not self.drafting:
             self._decide_at = min(self._steps + min(max(interval, DECISION_STEPS), IDLE_STEPS), due)
-        elif self.costs.is_measured(rows + self.decision.total_drafts, drafts=True):
+        elif self.costs.is_measured(drafts=True):
             self._decide_at = self._steps + min(interval, DECISION_STEPS)
 
     def _single_draft(self, step: PlannedRows) -> np.ndarray:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from cbatch.core.prices.cost_model import StepPrices
+from cbatch.core.prices.step_costs import StepPrices
 
 _GRADES = 64  # grades from value 0 to the highest value, finer towards 0
 
@@ -47,8 +47,11 @@ def decide(
     max_drafts: np.ndarray,
     prices: StepPrices,
     previous: LookaheadDecision | None = None,
+    *,
+    num_waiting: int = 0,
 ) -> LookaheadDecision:
-    """Return k of each row for the most expected tokens per second. With the `previous` decision,
+    """Return k of each row for the most expected tokens per second. `num_waiting` more requests
+    wait for the step: each is worth as much as a row without drafts. With the `previous` decision,
     rows are weighted by `weights`. `survival` is float64 [depth, rows], non-increasing along the
     depth; `max_drafts` int32 [rows]. More drafts than `prices` has get no value: the caller cuts
     them."""
@@ -62,12 +65,12 @@ def decide(
     counts, total_values = _candidates(values, grades)
     step_s = prices.step_s
     priced_counts = np.minimum(counts, len(step_s) - 1)
-    speeds = rows + total_values * (priced_counts / np.maximum(counts, 1))
+    speeds = (rows + num_waiting) + total_values * (priced_counts / np.maximum(counts, 1))
     speeds /= step_s[priced_counts] + prices.pass_s * depths
     speeds[counts == 0] = 0.0
     max_depth, column = divmod(int(speeds.argmax()), _GRADES - 1)  # max_depth from 0
     tokens_per_s, min_grade = float(speeds[max_depth, column]), _GRADES - 1 - column
-    gain = tokens_per_s * float(step_s[0]) / rows - 1
+    gain = tokens_per_s * float(step_s[0]) / (rows + num_waiting) - 1
     if gain <= 0:
         return LookaheadDecision(np.zeros(rows, dtype=np.int32))
     num_drafts = np.add.reduce(grades[: max_depth + 1] >= min_grade, axis=0, dtype=np.int32)

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.prices.step_work import StepSample
 from cbatch.core.speculation.acceptance import Rows
 from cbatch.core.speculation.config import LookaheadConfig
@@ -18,7 +18,8 @@ class PolicyLimits(msgspec.Struct, frozen=True):
 
     max_num_seqs: int
     max_tokens: int  # most tokens of a step through the target model
-    profile: CostProfile | None = None  # prices for a `priced` policy; None: not measured
+    # Prices of steps. A `priced` policy lets them observe the steps without chunks.
+    costs: StepCosts = msgspec.field(default_factory=StepCosts)
 
 
 class PlannedRows(Protocol):
@@ -42,6 +43,14 @@ class PlannedRows(Protocol):
     @property
     def context_tokens(self) -> int:
         """Known tokens of all rows together."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Requests whose prompts are computed or could be: they wait while rows draft."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens of the last step with prompts; 0 if none waits."""
 
     @property
     def remaining_tokens(self) -> np.ndarray:
@@ -90,7 +99,7 @@ class LookaheadPolicy:
     """
 
     max_depth = 0  # the most drafts of a row
-    priced = False  # whether the policy uses `limits.profile`
+    priced = False  # whether the policy uses `limits.costs`
     stats: PolicyStats | None = None  # for metrics
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:

@@ -36,9 +36,5 @@ class StepMeter:
         self.overhead_s = self._clock() - started_s
         return result
 
-    def idle(self, seconds: float) -> None:
-        """Record `seconds` of idle time before the next step."""
-        self._counts.idle(seconds)
-
     def reset(self) -> None:
         self._executor.reset()

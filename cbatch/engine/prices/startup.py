@@ -29,7 +29,7 @@ from cbatch.runtime.backend import LoadedModels
 from cbatch.system.cache import cached_result
 
 _PROBE_VERSION = 1  # of the test for batch invariance; results of another are not used
-VERSION = 4  # version of measurement and fit; cached prices of another version are measured again
+VERSION = 5  # version of measurement and fit; cached prices of another version are measured again
 CONTEXT_TOKENS = 64  # length of a row, drafts not included
 LONG_CONTEXT_TOKENS = 512  # length of a row in shapes for the price of a context token
 DRAFTS = 3  # drafts per row, in shapes that verify
@@ -155,7 +155,7 @@ def profile_costs(
         budget_s = float(os.environ.get(_SECONDS, 3.0))
     samples = _StepRunner(executor, config).measure(shapes_for(config), budget_s)
     executor.reset()
-    return fit_profile(samples, at_startup=True)
+    return fit_profile(samples)
 
 
 def can_profile(config: SchedulerConfig) -> bool:
