@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
-from sim.cost.roofline import ModelShape, load_shape
+from sim.cost.shapes import ModelShape, load_shape
 from triton_kernels.attention import Heads
 
 _PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")

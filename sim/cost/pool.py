@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cbatch.core.request.errors import FieldError
-from sim.cost.roofline import VALUE_BYTES, ModelShape, RooflineConfig
+from sim.cost.roofline import RooflineConfig
+from sim.cost.shapes import VALUE_BYTES, ModelShape
 from sim.workload.traces.files import read_whole
 
 MEMORY_SHARE = 0.9  # default of `gpu_memory_utilization`

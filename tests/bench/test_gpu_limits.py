@@ -19,7 +19,7 @@ from bench.gpu.limits import (
     visible_pairs,
     workload,
 )
-from sim.cost.roofline import ModelShape
+from sim.cost.shapes import ModelShape
 
 H100 = Ceilings(read_bytes_per_s=3.0e12, matmul_flop_per_s=798e12)
 SHAPE = ModelShape(
