@@ -36,6 +36,7 @@ HEADINGS = {  # of the table's columns, by name in `figures`
     "e2e_p99_s": "\np99",
     "goodput_share": "goodput\nshare",
     "goodput_requests_per_s": "\nper s",
+    "tokens_per_dollar": "tokens\nper $",
 }
 
 
@@ -135,7 +136,7 @@ def figures(report: Report) -> dict[str, float | None]:
     good = report.goodput
     shown["goodput_share"] = None if good is None else good.share
     shown["goodput_requests_per_s"] = None if good is None else good.requests_per_s
-    return shown
+    return shown | {"tokens_per_dollar": report.tokens_per_dollar}
 
 
 def _report(scenario: Scenario) -> Report:
@@ -175,6 +176,8 @@ def _print(
     refused = [len(report.refused) for report in reports]
     if any(report.ttft_growth is not None for report in reports):
         console.print(overload_sentence(reports), soft_wrap=True)
+    for remark in dict.fromkeys(itertools.chain(*(report.remarks for report in reports))):
+        console.print(remark, soft_wrap=True)
     if any(refused):
         console.print(f"refused, by row: {', '.join(map(str, refused))}")
 
@@ -199,7 +202,7 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
         return "-"
     if name.endswith("_share"):
         text = f"{value:.1%}"
-    elif name.endswith("_per_s"):
+    elif "_per_" in name:
         text = f"{value:,.1f}" if value >= 100 else f"{value:.3f}"
     else:
         text = f"{value * 1e3:,.2f}"
