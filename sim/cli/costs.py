@@ -126,13 +126,14 @@ def _shape(scenario: Scenario, model: str) -> ModelShape:
 
 
 def _pool_settings(scenario: Scenario) -> PoolSettings:
-    defaults = ENGINE_DEFAULTS | {"gpu_memory_utilization": MEMORY_SHARE, "pool": DEFAULT_RULES}
-    given = {name: v for name in defaults if (v := getattr(scenario, name)) is not None}
-    values = defaults | given
+    sizes = ENGINE_DEFAULTS | {
+        name: v for name in ENGINE_DEFAULTS if (v := getattr(scenario, name)) is not None
+    }
+    share = scenario.gpu_memory_utilization
     return PoolSettings(
-        block_tokens=values["block_size"],
-        step_tokens=values["max_num_batched_tokens"],
-        max_rows=values["max_num_seqs"],
-        gpu_memory_utilization=values["gpu_memory_utilization"],
-        rules=values["pool"],
+        block_tokens=sizes["block_size"],
+        step_tokens=sizes["max_num_batched_tokens"],
+        max_rows=sizes["max_num_seqs"],
+        gpu_memory_utilization=MEMORY_SHARE if share is None else share,
+        rules=scenario.pool or DEFAULT_RULES,
     )

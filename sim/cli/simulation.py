@@ -19,7 +19,7 @@ from sim.executor.acceptance import parse_acceptance
 from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.replay.replica import Progress
-from sim.replay.routers import make_router, router_name
+from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
 from sim.workload.arrivals import require_positive
@@ -60,12 +60,12 @@ class Simulation(NamedTuple):
         rounds: int = 1,
     ) -> Report:
         """Simulate the trace, `rounds` times in a row. `observers` need a single replica."""
-        replicas, router = self.scenario.replicas, self.settings["router"]
+        replicas = self.scenario.replicas
         report = replay(
             source_of(self.scenario, self.trace, rounds),
             self.config,
             *(self.executor() for _ in range(replicas)),
-            router=make_router(router) if replicas > 1 else None,
+            router=make_router(self.settings["router"] or ROUTER, replicas),
             seed=self.scenario.seed,
             settings=self.settings,
             objectives=self.objectives,
@@ -109,7 +109,8 @@ def build(scenario: Scenario) -> Simulation:
     if lookahead.policy != "off":
         given = scenario.acceptance
         settings["acceptance"] = ACCEPTANCE if given is None else given
-    router = router_name(scenario.router or ROUTER, scenario.replicas)
+    name = scenario.router or ROUTER
+    router = None if make_router(name, scenario.replicas) is None else name
     settings |= {"replicas": scenario.replicas, "router": router}
     settings |= {name: getattr(scenario, name) for name in _CHANGES}
     if from_log:

@@ -9,8 +9,6 @@ of them. Tensor parallelism is a ring all-reduce after attention and after the M
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
 from cbatch.core.prices.step_work import StepWork
@@ -42,41 +40,6 @@ def load_gpu(name: str) -> Gpu:
     if name.lower() not in known:
         raise FieldError("--gpu", f"{name!r} is unknown", f"use one of {', '.join(gpu_names())}")
     return msgspec.convert(known[name.lower()], Gpu)
-
-
-class Rates(NamedTuple):
-    """Seconds of one model on its devices, per unit of work."""
-
-    token_s: float  # arithmetic of all layers for one token
-    weights_s: float  # reading the weights that all tokens use
-    experts_s: float  # reading all experts
-    idle_share: float  # chance that a token leaves an expert idle
-    logit_s: float  # arithmetic of the LM head for one row
-    head_s: float  # reading the LM head's weights once
-    sample_s: float  # sampling from one row of logits
-    fixed_s: float  # shortest times of the layers' kernels, and the latency of all-reduces
-    small_token_s: float  # small kernels and all-reduces of all layers, for one token
-    attention_s: float  # shortest time of all layers' attention
-    pair_s: float  # arithmetic of attention for one query-key pair
-    context_token_s: float  # reading the KV of one position
-    corner: float
-
-    def roof(self, arithmetic_s: float, memory_s: float) -> float:
-        """Return a smooth maximum: a power mean without the division."""
-        corner = self.corner
-        return float((arithmetic_s**corner + memory_s**corner) ** (1 / corner))
-
-    def matrices_s(self, tokens: float, logit_tokens: float) -> float:
-        """Return the seconds of one pass without its attention."""
-        read_s = self.weights_s
-        if self.experts_s:
-            read_s += self.experts_s * (1 - self.idle_share**tokens)
-        seconds = self.fixed_s + self.small_token_s * tokens
-        seconds += self.roof(self.token_s * tokens, read_s)
-        if logit_tokens:
-            seconds += self.roof(self.logit_s * logit_tokens, self.head_s)
-            seconds += self.sample_s * logit_tokens
-        return seconds
 
 
 class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,43 +90,58 @@ class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
         devices hold the same head."""
         return shape.kv_token_bytes / min(self.tensor_parallel_size, shape.num_key_value_heads)
 
-    def rates(self, shape: ModelShape) -> Rates:
-        parts, layers = self.tensor_parallel_size, shape.num_hidden_layers
-        peak_s = 1 / (self.gpu.bf16_flops * parts)
-        flop_s = peak_s / self.compute_efficiency
-        byte_s = 1 / (self.gpu.memory_bytes_per_s * self.memory_efficiency)
+
+class ModelRates:
+    """Seconds of one model on its devices, per unit of work."""
+
+    def __init__(self, config: RooflineConfig, shape: ModelShape) -> None:
+        self._config, parts, layers = config, config.tensor_parallel_size, shape.num_hidden_layers
+        peak_s = 1 / (config.gpu.bf16_flops * parts)
+        flop_s = peak_s / config.compute_efficiency
+        byte_s = 1 / (config.gpu.memory_bytes_per_s * config.memory_efficiency)
+        # Matrices: arithmetic for a token, and reading what all tokens use, or all experts.
+        speed = config.gpu.speed_8bit if shape.has_8bit_products else 1.0
+        self.token_s = 2.0 * shape.token_weights * flop_s / speed
         weight_s = shape.weight_bits / 8 / parts * byte_s
-        speed = self.gpu.speed_8bit if shape.has_8bit_products else 1.0
-        small_token_s = layers * shape.small_token_bytes / parts * byte_s
+        self.weights_s = shape.common_weights * weight_s
+        self._experts_s = shape.num_experts * shape.expert_weights * weight_s
+        self._idle_share = 1 - shape.num_experts_per_tok / max(shape.num_experts, 1)
+        # The LM head and sampling.
+        self._logit_s = 2.0 * shape.head_weights * flop_s
+        self._head_s = VALUE_BYTES * shape.head_weights / parts * byte_s
+        passes = config.sampling_passes + config.filter_passes * config.has_filters
+        self._sample_s = passes * VALUE_BYTES * shape.vocab_size * byte_s
+        # Attention: scores and the weighted sum of values for a pair, and the KV of a position.
+        width = shape.num_attention_heads * shape.head_size
+        self.attention_s = layers * config.attention_s
+        self.pair_s = 4.0 * layers * width * peak_s / config.attention_efficiency
+        self.context_token_s = config.kv_token_bytes(shape) * byte_s
+        # Small kernels and all-reduces: for a token, and their shortest times.
         kernels = 6 if shape.has_qk_norms else 4  # two norms, activation, write to KV
-        fixed_s = layers * (4 * self.product_s + kernels * self.kernel_s) + self.product_s
+        self._small_token_s = layers * shape.small_token_bytes / parts * byte_s
+        self._fixed_s = layers * (4 * config.product_s + kernels * config.kernel_s)
+        self._fixed_s += config.product_s
         if parts > 1:  # two all-reduces a layer, each moves 2 (p - 1) / p of the activations
             moved_bytes = 2 * (parts - 1) / parts * shape.hidden_size * VALUE_BYTES
-            small_token_s += 2 * layers * moved_bytes / self.gpu.link_bytes_per_s
-            fixed_s += 2 * layers * self.link_latency_s
-        passes = self.sampling_passes + self.filter_passes * self.has_filters
-        used = shape.num_experts_per_tok / shape.num_experts if shape.num_experts else 0.0
-        return Rates(
-            token_s=2.0 * shape.token_weights * flop_s / speed,
-            weights_s=shape.common_weights * weight_s,
-            experts_s=shape.num_experts * shape.expert_weights * weight_s,
-            idle_share=1 - used,
-            logit_s=2.0 * shape.head_weights * flop_s,
-            head_s=VALUE_BYTES * shape.head_weights / parts * byte_s,
-            sample_s=passes * VALUE_BYTES * shape.vocab_size * byte_s,
-            fixed_s=fixed_s,
-            small_token_s=small_token_s,
-            attention_s=layers * self.attention_s,
-            # scores, and the weighted sum of values
-            pair_s=4.0
-            * layers
-            * shape.num_attention_heads
-            * shape.head_size
-            * peak_s
-            / self.attention_efficiency,
-            context_token_s=self.kv_token_bytes(shape) * byte_s,
-            corner=self.corner,
-        )
+            self._small_token_s += 2 * layers * moved_bytes / config.gpu.link_bytes_per_s
+            self._fixed_s += 2 * layers * config.link_latency_s
+
+    def roof(self, arithmetic_s: float, memory_s: float) -> float:
+        """Return a smooth maximum: a power mean without the division."""
+        corner = self._config.corner
+        return float((arithmetic_s**corner + memory_s**corner) ** (1 / corner))
+
+    def matrices_s(self, tokens: float, logit_tokens: float) -> float:
+        """Return the seconds of one pass without its attention."""
+        read_s = self.weights_s
+        if self._experts_s:
+            read_s += self._experts_s * (1 - self._idle_share**tokens)
+        seconds = self._fixed_s + self._small_token_s * tokens
+        seconds += self.roof(self.token_s * tokens, read_s)
+        if logit_tokens:
+            seconds += self.roof(self._logit_s * logit_tokens, self._head_s)
+            seconds += self._sample_s * logit_tokens
+        return seconds
 
 
 class Roofline:
@@ -171,8 +149,8 @@ class Roofline:
 
     def __init__(self, config: RooflineConfig) -> None:
         self._config = config
-        self._target = config.rates(config.shape)
-        self._draft = None if config.draft is None else config.rates(config.draft)
+        self._target = ModelRates(config, config.shape)
+        self._draft = None if config.draft is None else ModelRates(config, config.draft)
         # Token counts of the latest step and their time: most steps repeat the counts.
         self._tokens: tuple[int, int] | None = None
         self._matrices_s = 0.0

@@ -97,13 +97,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.kv_bytes * self.num_hidden_layers * heads * self.head_size
 
     @property
+    def mlp_size(self) -> int:
+        """Return the intermediate size of all MLPs of a layer that a token uses."""
+        if not self.num_experts:
+            return self.intermediate_size
+        return self.num_experts_per_tok * self.moe_intermediate_size + self.shared_intermediate_size
+
+    @property
     def small_token_bytes(self) -> int:
         """Return the bytes that a layer's small kernels move for a token: two additions with norms,
         rotations, the write to KV, and the MLP's activation function."""
-        mlp = self.num_experts_per_tok * self.moe_intermediate_size + self.shared_intermediate_size
         heads = self.num_attention_heads + 2 * self.num_key_value_heads
-        values = 8 * self.hidden_size + 2 * heads * self.head_size
-        return VALUE_BYTES * (values + 3 * (mlp if self.num_experts else self.intermediate_size))
+        values = 8 * self.hidden_size + 2 * heads * self.head_size + 3 * self.mlp_size
+        return VALUE_BYTES * values
 
 
 def load_shape(model: str) -> ModelShape:

@@ -250,8 +250,9 @@ def test_the_steps_of_an_8b_on_an_h200_are_predicted_within_eight_percent() -> N
 
 @pytest.mark.shared_data
 def test_a_public_run_of_vllm_on_an_h100_is_predicted() -> None:
-    """The cells of few steps; the others are within 6 %. One
-    cell, 16 clients with prompts of 1,024, is 12 % faster than any of its neighbours suggests."""
+    """One or two requests of each client give the same errors as the run's own number, which takes
+    six times as long. The worst cell, 16 clients with prompts of 1,024, probably found prompts of
+    the cell before it in the prefix cache."""
     if not H100_CELLS.is_file():
         pytest.skip(f"{H100_CELLS} is absent")
     config = SchedulerConfig(
@@ -264,11 +265,10 @@ def test_a_public_run_of_vllm_on_an_h100_is_predicted() -> None:
     errors = []
     for cell in csv.DictReader(H100_CELLS.read_text(encoding="utf-8").splitlines()):
         prompt, output, clients, requests = map(int, list(cell.values())[:4])
-        if output > 128 or clients == 1:
-            continue
+        rounds = 2 if output == 128 else 1
         same = (
             TraceRequest(arrival_s=0.0, prompt_tokens=prompt, output_tokens=output)
-            for _ in range(requests)
+            for _ in range(min(requests, rounds * clients))
         )
         cost = Roofline(RooflineConfig(gpu=load_gpu("H100"), shape=QWEN_8B))
         executor = FakeExecutor(max_num_seqs=1024, cost=cost)
@@ -278,7 +278,7 @@ def test_a_public_run_of_vllm_on_an_h100_is_predicted() -> None:
         real = float(cell["output_tokens_per_s"]), float(cell["itl_p99_ms"])
         errors.append([one / other - 1 for one, other in zip(ratios, real, strict=True)])
     tokens, gaps = np.abs(errors).T
-    assert len(errors) == 9 and abs(np.mean(errors, axis=0)[0]) < 0.04
+    assert len(errors) == 18 and abs(np.mean(errors, axis=0)[0]) < 0.04
     assert tokens.max() < 0.15 and np.median(gaps) < 0.12
 
 
