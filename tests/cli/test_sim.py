@@ -60,6 +60,29 @@ def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path
     assert ratio > 1.05 and f"×{ratio:.2f}" in run.out and "×1.00" in run.out
 
 
+def test_options_of_price_prompts_and_parts_of_a_trace(cbatch: Command, trace: Path) -> None:
+    def report(*argv: Any) -> dict[str, Any]:
+        run = cbatch("sim", trace, *argv)
+        assert run.status == 0, run.err
+        assert all(remark in run.out for remark in run.lines[-1]["remarks"])
+        return run.lines[-1]
+
+    one = report("--tp", 2, "--price-per-hour", 5, "--requests", 5, "--prompt-share", 0.5)
+    assert one["tokens_per_dollar"] == pytest.approx(one["output_tokens_per_s"] * 360)
+    assert one["remarks"] == ["only the first 5 requests of the trace are used"]
+    two = report("--pool", "vllm-0.19", "--kv-cache-dtype", "fp8", "--requests", 12)
+    assert not two["remarks"] and two["tokens_per_dollar"] is None
+    shares = [each["settings"]["prompt_share"] for each in (one, two, report(*CONSTANT))]
+    assert shares == [0.5, 1.0, 0.8]
+    blocks = report("--pool", "vllm-0.19")["settings"]["num_blocks"]
+    assert two["settings"]["num_blocks"] == pytest.approx(2 * blocks, abs=1)
+    swept = ("--sweep", "prompt-share=1,0.8", "--requests", 5, "--price-per-hour", 1)
+    run = cbatch("sim", trace, *CONSTANT, *swept)
+    assert "only the first 5 requests" in run.out and "per $" in run.out
+    ignored = cbatch("sim", trace, *CONSTANT, "--sampling-filters")
+    assert ignored.status == 2 and "--sampling-filters: would be ignored" in ignored.err
+
+
 def test_switches_and_values_with_commas(cbatch: Command, tmp_path: Path) -> None:
     path = tmp_path / "shared.jsonl"
     blocks = {"hash_ids": (1, 2, 3), "hash_block_tokens": 16}
@@ -171,18 +194,18 @@ def test_the_capacity_and_all_rates_are_reported(cbatch: Command, slow: Path) ->
 def test_a_short_trace_of_sessions_has_the_capacity_of_a_long_one(
     cbatch: Command, tmp_path: Path
 ) -> None:
-    """16 slots, 10 ms per step and 40 tokens on average: about 40 requests per second. The
+    """16 slots, 10 ms per step and 10 tokens on average: about 160 requests per second. The
     objective is only on the time between tokens, which a queue does not change."""
     path = tmp_path / "made.jsonl"
-    law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:20,60")
-    sessions = ("--sessions", 10, "--turns", "fixed:3", "--think", 0.3)
+    law = ("--arrivals", "poisson:1", "--prompt", "fixed:16", "--output", "uniform:5,15")
+    sessions = ("--sessions", 10, "--turns", "fixed:2", "--think", 0.3)
     made = cbatch("trace", "generate", path, *law, "--seed", 3, *sessions)
     assert made.status == 0, made.err
     engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
-    slo = ("--step-seconds", 0.01, "--slo", "tpot=0.02", "--rate-scales", "8:48")
+    slo = ("--step-seconds", 0.01, "--slo", "tpot=0.02", "--rate-scales", "40:160")
     run = cbatch("sim", "capacity", path, *engine, *slo)
     (document,) = run.lines[-1]["scenarios"]
-    assert document["ends"] == "between" and 32 < document["best"]["arrivals_per_s"] < 44, run.out
+    assert document["ends"] == "between" and 128 < document["best"]["arrivals_per_s"] < 176, run.out
 
 
 def test_a_trace_that_is_much_too_short_is_reported(cbatch: Command, tmp_path: Path) -> None:
