@@ -3,7 +3,8 @@
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import parse_lookahead
 from sim.cost.pool import pool_blocks
-from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
+from sim.cost.roofline import Roofline, RooflineConfig, load_gpu
+from sim.cost.shapes import load_shape
 from sim.executor.acceptance import parse_acceptance
 from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay

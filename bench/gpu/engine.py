@@ -52,7 +52,7 @@ from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.text.outputs import Output
-from sim.cost.roofline import ModelShape
+from sim.cost.shapes import ModelShape
 
 _ROOT = Path(__file__).parents[2]
 ACCEPTANCE = 0.7

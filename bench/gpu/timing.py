@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench_cudagraph
 
 from bench.gpu.cells import Bench, Cell, Row
-from sim.cost.roofline import ModelShape, load_shape
+from sim.cost.shapes import ModelShape, load_shape
 from triton_kernels.attention import Heads
 from triton_kernels.build.jit import jit
 

@@ -28,7 +28,8 @@ from cbatch.core.request.errors import FieldError
 from sim.cli.scenario import Scenario
 from sim.cli.simulation import build
 from sim.cost.pool import MEMORY_SHARE, PoolSettings, pool_blocks, recorded_blocks
-from sim.cost.roofline import Gpu, RooflineConfig, load_shape
+from sim.cost.roofline import Gpu, RooflineConfig
+from sim.cost.shapes import load_shape
 from sim.report.report import Record, Spread
 
 RUN = "RTXPRO6000_Llama-3.1-8B"

@@ -14,8 +14,11 @@ from sim.cli.scenario import ENGINE_DEFAULTS, GPU, MODEL_SHAPE, Scenario
 from sim.cost.base import CostModel, constant_cost
 from sim.cost.layer_profiles import LayerProfile
 from sim.cost.pool import DEFAULT_RULES, MEMORY_SHARE, PoolSettings, pool_blocks
-from sim.cost.roofline import Roofline, RooflineConfig, load_gpu, load_shape
+from sim.cost.roofline import Roofline, RooflineConfig, load_gpu
+from sim.cost.shapes import ModelShape, load_shape
 from sim.workload.traces.files import read_whole
+
+_NAMED = ("kv_cache_dtype", "sampling_filters")  # options that the report lists if given
 
 
 class PricedScenario(msgspec.Struct, kw_only=True):
@@ -91,13 +94,20 @@ def _devices(
     for the context length, the number of KV blocks and the catch-up price."""
     model = scenario.model or MODEL_SHAPE
     parts = 1 if scenario.tensor_parallel_size is None else scenario.tensor_parallel_size
-    draft = None if scenario.draft_model is None else load_shape(scenario.draft_model)
+    shape, draft = _shape(scenario, model), None
+    if scenario.draft_model is not None:
+        draft = _shape(scenario, scenario.draft_model)
     if draft is None and drafts:
         raise FieldError("--draft", "is missing", "drafting has a cost: name the draft model")
     config = RooflineConfig(
-        gpu=load_gpu(gpu), shape=load_shape(model), tensor_parallel_size=parts, draft=draft
+        gpu=load_gpu(gpu),
+        shape=shape,
+        tensor_parallel_size=parts,
+        draft=draft,
+        has_filters=bool(scenario.sampling_filters),
     )
     names: dict[str, Any] = {"gpu": gpu, "model": model, "tensor_parallel_size": parts}
+    names |= {name: v for name in _NAMED if (v := getattr(scenario, name)) is not None}
     engine: dict[str, Any] = {"max_model_len": config.shape.max_position_embeddings}
     if scenario.num_blocks is None:
         pool = _pool_settings(scenario)
@@ -108,14 +118,21 @@ def _devices(
     return config, names | {"draft_model": scenario.draft_model}, engine
 
 
+def _shape(scenario: Scenario, model: str) -> ModelShape:
+    shape = load_shape(model)
+    is_fp8 = scenario.kv_cache_dtype not in (None, "auto")
+    return msgspec.structs.replace(shape, kv_bytes=1) if is_fp8 else shape
+
+
 def _pool_settings(scenario: Scenario) -> PoolSettings:
-    defaults = ENGINE_DEFAULTS | {"gpu_memory_utilization": MEMORY_SHARE, "pool": DEFAULT_RULES}
-    given = {name: v for name in defaults if (v := getattr(scenario, name)) is not None}
-    values = defaults | given
+    sizes = ENGINE_DEFAULTS | {
+        name: v for name in ENGINE_DEFAULTS if (v := getattr(scenario, name)) is not None
+    }
+    share = scenario.gpu_memory_utilization
     return PoolSettings(
-        block_tokens=values["block_size"],
-        step_tokens=values["max_num_batched_tokens"],
-        max_rows=values["max_num_seqs"],
-        gpu_memory_utilization=values["gpu_memory_utilization"],
-        rules=values["pool"],
+        block_tokens=sizes["block_size"],
+        step_tokens=sizes["max_num_batched_tokens"],
+        max_rows=sizes["max_num_seqs"],
+        gpu_memory_utilization=MEMORY_SHARE if share is None else share,
+        rules=scenario.pool or DEFAULT_RULES,
     )

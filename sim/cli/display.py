@@ -160,6 +160,9 @@ def _lines(report: Report) -> list[str]:
             f"{replica.prefix_hit_tokens:,} of {replica.prompt_tokens:,} prompt tokens from the "
             f"cache, {replica.preemptions:,} preemptions"
         )
+    if report.tokens_per_dollar is not None:
+        lines.append(f"{report.tokens_per_dollar:,.0f} output tokens per dollar")
+    lines += report.remarks
     if "as_recorded" in report.settings:
         lines.append(f"taken from the step log: {', '.join(report.settings['as_recorded'])}")
     if report.cut_requests:

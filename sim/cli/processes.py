@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -56,10 +56,7 @@ def run_scenarios(work: Callable[[S], T], scenarios: Sequence[S], processes: int
             processes, multiprocessing.get_context("spawn"), initializer=_exit_on_interrupt
         )
         try:
-            futures = [pool.submit(work, scenario) for scenario in scenarios]
-            for future in track(as_completed(futures)):
-                future.result()
-            return [future.result() for future in futures]
+            return list(track(pool.map(work, scenarios)))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cbatch.cli.settings import flag_of
 from cbatch.core.request.errors import FieldError
@@ -28,11 +28,15 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "queue_policy": "fcfs",
 }
 # Options that set the field of `SchedulerConfig` with the same name.
-SIZES = (*ENGINE_DEFAULTS, "num_blocks", "max_model_len", "itl_target_s")
+SIZES = (*ENGINE_DEFAULTS, "num_blocks", "max_model_len", "itl_target_s", "prompt_share")
 
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
 _SOURCES = ("step_seconds", "cost", "cost_table")
 _STAMPS, _DRAFTING = ("rate", "rate_scale", "spread"), ("acceptance", "draft_model")
-_ROOFLINE = ("gpu", "model", "tensor_parallel_size", "draft_model")
+_ROOFLINE = (
+    *("gpu", "model", "tensor_parallel_size", "draft_model"),
+    *("kv_cache_dtype", "sampling_filters"),
+)
 _load, _fleet = (partial(knob, name) for name in ("load", "fleet"))
 _cost, _engine = partial(knob, "cost of a step"), partial(knob, "engine")
 
@@ -88,6 +92,10 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
             name="draft",
         ),
     ] = None
+    kv_cache_dtype: Annotated[KvCacheDtype | None, engine_knob("kv_cache_dtype")] = None
+    sampling_filters: Annotated[
+        bool | None, _cost("requests sample with top_p, top_k or min_p, by a roofline")
+    ] = None
     cost: Annotated[
         str | None, _cost("cost profile of cbatch calibrate, instead of a roofline", "FILE")
     ] = None
@@ -96,6 +104,9 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     ] = None
     step_seconds: Annotated[
         float | None, _cost("constant duration of a step, instead of a roofline", "S")
+    ] = None
+    price_per_hour: Annotated[
+        float | None, _cost("price of a device per hour, for tokens per dollar", "DOLLARS")
     ] = None
     lookahead: Annotated[str, engine_knob("lookahead")] = "off"
     acceptance: Annotated[
@@ -110,6 +121,7 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     ] = None
     max_num_seqs: Annotated[int | None, engine_knob("max_num_seqs")] = None
     max_num_batched_tokens: Annotated[int | None, engine_knob("max_num_batched_tokens")] = None
+    prompt_share: Annotated[float | None, engine_knob("prompt_share")] = None
     itl_target_s: Annotated[float | None, engine_knob("itl_target_s")] = None
     block_size: Annotated[int | None, engine_knob("block_size")] = None
     num_blocks: Annotated[int | None, engine_knob("num_blocks")] = None

@@ -7,12 +7,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from cbatch.cli.settings import flag_of
+from cbatch.core.prices.step_costs import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from sim.cli.costs import PricedScenario
 from sim.cli.scenario import ENGINE_DEFAULTS, SIZES, Scenario
 from sim.cost.pool import recorded_blocks
+from sim.workload.options import warn
 
 
 def as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, list[str]]:
@@ -47,7 +50,8 @@ def scheduler_config(
     else from `ENGINE_DEFAULTS`, limited to the largest measured value. Settings without an option
     come from `recorded`, the configuration in a step log. Raises `FieldError`."""
     given = {field: v for field in SIZES if (v := getattr(scenario, field)) is not None}
-    fields: dict[str, Any] = ENGINE_DEFAULTS | prices.engine
+    share = 1.0 if scenario.pool is not None else PROMPT_SHARE  # vLLM fills its steps
+    fields: dict[str, Any] = ENGINE_DEFAULTS | {"prompt_share": share} | prices.engine
     limits = {field: limit for field, limit in prices.limits.items() if limit is not None}
     for field, limit in limits.items():
         if field not in prices.engine:
@@ -58,7 +62,7 @@ def scheduler_config(
             raise FieldError(field, "is not known from this cost of a step", "give it")
     for field, limit in limits.items():
         if fields[field] > limit:
-            raise FieldError(field, f"{fields[field]} is more than was measured", f"use <= {limit}")
+            warn(f"{flag_of(field)}: larger steps than {limit} were not measured")
     draft_context_tokens = fields.get("draft_context_tokens") or fields["max_model_len"]
     fields["draft_context_tokens"] = draft_context_tokens
     if lookahead.policy == "off":

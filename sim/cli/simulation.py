@@ -19,18 +19,19 @@ from sim.executor.acceptance import parse_acceptance
 from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.replay.replica import Progress
-from sim.replay.routers import make_router, router_name
+from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, parse_objectives
 from sim.report.timeline import Observer
+from sim.workload.arrivals import require_positive
 from sim.workload.options import OpenedTrace
 from sim.workload.sources import ClosedLoop, OpenLoop, Remote, Source
-from sim.workload.traces.changes import endless, sample, scale
+from sim.workload.traces.changes import endless, scale
 from sim.workload.traces.request import TraceRequest
 
 # Options that change the trace or its load; the report lists them under `settings`.
 _CHANGES = (
     *("skip_empty", "block_tokens", "time_unit", "spread", "requests", "rate", "rate_scale"),
-    *("concurrency", "think", "latency"),
+    *("concurrency", "think", "latency", "price_per_hour"),
 )
 
 
@@ -59,12 +60,12 @@ class Simulation(NamedTuple):
         rounds: int = 1,
     ) -> Report:
         """Simulate the trace, `rounds` times in a row. `observers` need a single replica."""
-        replicas, router = self.scenario.replicas, self.settings["router"]
-        return replay(
+        replicas = self.scenario.replicas
+        report = replay(
             source_of(self.scenario, self.trace, rounds),
             self.config,
             *(self.executor() for _ in range(replicas)),
-            router=make_router(router) if replicas > 1 else None,
+            router=make_router(self.settings["router"] or ROUTER, replicas),
             seed=self.scenario.seed,
             settings=self.settings,
             objectives=self.objectives,
@@ -72,11 +73,22 @@ class Simulation(NamedTuple):
             on_progress=on_progress,
             observers=observers,
         )
+        remarks = tuple(dict.fromkeys(self.trace.remarks))
+        return replace(report, remarks=remarks, tokens_per_dollar=self._per_dollar(report))
+
+    def _per_dollar(self, report: Report) -> float | None:
+        price_per_hour, rate = self.scenario.price_per_hour, report.output_tokens_per_s
+        if price_per_hour is None or rate is None:
+            return None
+        devices = self.scenario.replicas * (self.scenario.tensor_parallel_size or 1)
+        return rate * 3600 / (price_per_hour * devices)
 
 
 def build(scenario: Scenario) -> Simulation:
     """Check a scenario and open its trace. Raises `FieldError` for errors that a run would meet."""
     objectives = parse_objectives(scenario.slo)
+    if scenario.price_per_hour is not None:
+        require_positive("price_per_hour", scenario.price_per_hour)
     trace = OpenedTrace(scenario.trace, scenario, scenario.seed)
     settings = {"trace": trace.path.name, "format": trace.format, "seed": scenario.seed}
     if scenario.pool is not None and scenario.records_pool:
@@ -97,7 +109,8 @@ def build(scenario: Scenario) -> Simulation:
     if lookahead.policy != "off":
         given = scenario.acceptance
         settings["acceptance"] = ACCEPTANCE if given is None else given
-    router = router_name(scenario.router or ROUTER, scenario.replicas)
+    name = scenario.router or ROUTER
+    router = None if make_router(name, scenario.replicas) is None else name
     settings |= {"replicas": scenario.replicas, "router": router}
     settings |= {name: getattr(scenario, name) for name in _CHANGES}
     if from_log:
@@ -108,10 +121,10 @@ def build(scenario: Scenario) -> Simulation:
 
 
 def requests_of(scenario: Scenario, trace: OpenedTrace) -> Iterable[TraceRequest]:
-    """Return the requests of the trace, or a sample of `scenario.requests` of them."""
+    """Return the requests of the trace, or the first `scenario.requests` of them."""
     if scenario.requests is None:
         return trace.requests()
-    return sample(trace.requests(), max_requests=scenario.requests)
+    return trace.first(scenario.requests)
 
 
 def source_of(scenario: Scenario, trace: OpenedTrace, rounds: int = 1) -> Source:

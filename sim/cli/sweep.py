@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,16 +27,21 @@ from sim.report.report import Report, to_json
 from sim.report.timeline import Timeline
 
 _FIXED = ("trace", "slo")  # options that cannot be swept
-HEADINGS = {  # of the table's columns, by name in `figures`
-    "output_tokens_per_s": "tokens/s",
-    "ttft_p50_s": "TTFT\np50",
-    "ttft_p99_s": "\np99",
-    "tpot_p50_s": "TPOT\np50",
-    "tpot_p99_s": "\np99",
-    "e2e_p50_s": "E2E\np50",
-    "e2e_p99_s": "\np99",
-    "goodput_share": "goodput\nshare",
-    "goodput_requests_per_s": "\nper s",
+# Figures of a report, in seconds, per second, or shares, with the headings of the table.
+FIGURES: dict[str, tuple[str, Callable[[Report], float | None]]] = {
+    "output_tokens_per_s": ("tokens/s", attrgetter("output_tokens_per_s")),
+    "ttft_p50_s": ("TTFT\np50", attrgetter("ttft_s.p50")),
+    "ttft_p99_s": ("\np99", attrgetter("ttft_s.p99")),
+    "tpot_p50_s": ("TPOT\np50", attrgetter("tpot_s.p50")),
+    "tpot_p99_s": ("\np99", attrgetter("tpot_s.p99")),
+    "e2e_p50_s": ("E2E\np50", attrgetter("e2e_s.p50")),
+    "e2e_p99_s": ("\np99", attrgetter("e2e_s.p99")),
+    "goodput_share": ("goodput\nshare", lambda r: r.goodput.share if r.goodput else None),
+    "goodput_requests_per_s": (
+        "\nper s",
+        lambda r: r.goodput.requests_per_s if r.goodput else None,
+    ),
+    "tokens_per_dollar": ("tokens\nper $", attrgetter("tokens_per_dollar")),
 }
 
 
@@ -120,22 +126,10 @@ def compare(args: argparse.Namespace, variants: list[Variant]) -> None:
         _write_page(args.page, variants, views)
     if is_file_path(args.json):
         args.json.write_bytes(to_json(reports))
-    rows = [figures(report) for report in reports]
+    rows = [{name: of(report) for name, (_, of) in FIGURES.items()} for report in reports]
     _print(variants, reports, rows)
     lines = [variant.values | row for variant, row in zip(variants, rows, strict=True)]
     print_line({"scenarios": lines}, args.json)
-
-
-def figures(report: Report) -> dict[str, float | None]:
-    """Return the figures of a report for the table: seconds, rates per second, and a share."""
-    shown: dict[str, float | None] = {"output_tokens_per_s": report.output_tokens_per_s}
-    for name in ("ttft", "tpot", "e2e"):
-        spread = getattr(report, f"{name}_s")
-        shown |= {f"{name}_p50_s": spread.p50, f"{name}_p99_s": spread.p99}
-    good = report.goodput
-    shown["goodput_share"] = None if good is None else good.share
-    shown["goodput_requests_per_s"] = None if good is None else good.requests_per_s
-    return shown
 
 
 def _report(scenario: Scenario) -> Report:
@@ -165,16 +159,18 @@ def _print(
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for name in variants[0].values:
         table.add_column(name)
-    headings = {name: HEADINGS[name] for name in rows[0] if rows[0][name] is not None}
-    for heading in headings.values():
-        table.add_column(heading, justify="right", no_wrap=True)
+    shown = [name for name, value in rows[0].items() if value is not None]
+    for name in shown:
+        table.add_column(FIGURES[name][0], justify="right", no_wrap=True)
     for variant, row in zip(variants, rows, strict=True):
-        cells = (_cell(name, row[name], rows[0][name]) for name in headings)
+        cells = (_cell(name, row[name], rows[0][name]) for name in shown)
         table.add_row(*variant.values.values(), *cells)
     console.print(table)
     refused = [len(report.refused) for report in reports]
     if any(report.ttft_growth is not None for report in reports):
         console.print(overload_sentence(reports), soft_wrap=True)
+    for remark in dict.fromkeys(itertools.chain(*(report.remarks for report in reports))):
+        console.print(remark, soft_wrap=True)
     if any(refused):
         console.print(f"refused, by row: {', '.join(map(str, refused))}")
 
@@ -199,8 +195,8 @@ def _cell(name: str, value: float | None, first: float | None) -> str:
         return "-"
     if name.endswith("_share"):
         text = f"{value:.1%}"
-    elif name.endswith("_per_s"):
+    elif "_per_" in name:
         text = f"{value:,.1f}" if value >= 100 else f"{value:.3f}"
     else:
         text = f"{value * 1e3:,.2f}"
-    return f"{text}\n[dim]×{value / first:.2f}[/dim]" if first else text
+    return f"{text}\n×{value / first:.2f}" if first else text

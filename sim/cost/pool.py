@@ -15,13 +15,13 @@ its log.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cbatch.core.request.errors import FieldError
-from sim.cost.roofline import VALUE_BYTES, ModelShape, RooflineConfig
+from sim.cost.roofline import RooflineConfig
+from sim.cost.shapes import VALUE_BYTES, ModelShape
 from sim.workload.traces.files import read_whole
 
 MEMORY_SHARE = 0.9  # default of `gpu_memory_utilization`
@@ -87,7 +87,6 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
     weight_bytes = sum(shape.weight_bytes for shape in shapes) / num_devices
     reserved = max(reserved_bytes(shape, settings, num_devices) for shape in shapes)
     token_bytes = sum(config.kv_token_bytes(shape) for shape in shapes)
-    settings.check()
     kv_bytes = settings.gpu_memory_utilization * total_bytes - weight_bytes - reserved
     blocks = int(kv_bytes // (token_bytes * settings.block_tokens))
     if blocks < 1:
@@ -106,19 +105,13 @@ def reserved_bytes(shape: ModelShape, settings: PoolSettings, num_devices: int =
     settings.check()
     rules = RULES[settings.rules]
     hidden_bytes = settings.step_tokens * shape.hidden_size * VALUE_BYTES
+    width = shape.mlp_size / num_devices
     rows = min(settings.max_rows, settings.step_tokens)
     sampler_bytes = hidden_bytes + rules.sampler_value_bytes * rows * shape.vocab_size
-    pass_bytes = settings.step_tokens * pass_token_bytes(shape, num_devices)
+    # While the MLP runs: gate, up and their product, and three inputs and outputs of the layer.
+    pass_bytes = 3 * (settings.step_tokens * VALUE_BYTES * width + hidden_bytes)
     total_graph_bytes = num_graphs(settings.max_rows) * rules.graph_bytes
     return max(pass_bytes, sampler_bytes) + total_graph_bytes + rules.context_bytes
-
-
-def pass_token_bytes(shape: ModelShape, tensor_parallel_size: int = 1) -> float:
-    """Return the activation bytes per token while the MLP runs: gate, up and their product, and
-    three inputs and outputs of the layer."""
-    return VALUE_BYTES * (
-        3 * shape.intermediate_size / tensor_parallel_size + 3 * shape.hidden_size
-    )
 
 
 def num_graphs(max_rows: int) -> int:
@@ -133,82 +126,37 @@ def num_graphs(max_rows: int) -> int:
 
 # -- of a recorded run
 
-_BLOCKS = re.compile(r"(?:# (?:GPU|CUDA|cuda) blocks: |num_gpu_blocks(?: is: |=\"|=))([\d,]+)")
-_SIZE = re.compile(r"block_size(?:=\"|=)(\d+)")
+_BLOCKS = re.compile(
+    r"(?:# (?:GPU|CUDA|cuda) blocks: |num_gpu_blocks(?: is: |=\"|=|\": ?))([\d,]*\d)"
+)
+_SIZE = re.compile(r"block_size(?:=\"|=|\": ?)(\d+)")
 _TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 
 
-class RecordedPool(NamedTuple):
-    """A pool as a record gives it: `blocks` of `block_tokens` tokens each, or only the number of
-    `tokens`. None marks a number that the record lacks."""
-
-    blocks: int | None
-    block_tokens: int | None
-    tokens: int | None = None
-
-
 def recorded_blocks(path: Path, block_tokens: int | None) -> tuple[int, int]:
-    """Return the number of blocks and the tokens per block. A record without a block size gets
-    `block_tokens`, or 16 if that is None. Raises `FieldError`."""
+    """Return the number of blocks and the tokens per block. The last mention of each counts: a
+    restarted engine has another pool. A record without a block size gets `block_tokens`, or 16 if
+    that is None. Raises `FieldError`."""
     try:
         text = read_whole(path).decode("utf-8", errors="replace")
     except OSError as error:
         problem = f"{path} cannot be read ({error.strerror or error})"
         remedy = f"name a file of a recorded run, or one of {', '.join(RULES)}"
         raise FieldError("--pool", problem, remedy) from error
-    pool = _of_json(text) or _of_text(text)
-    if pool is None:
+    blocks, tokens, own = (_last(pattern, text) for pattern in (_BLOCKS, _TOKENS, _SIZE))
+    if blocks is None and tokens is None:
         remedy = "name a vLLM log, its metrics or a JSON document with num_gpu_blocks"
         raise FieldError("--pool", f"{path} does not say the number of KV blocks", remedy)
-    own = pool.block_tokens
+    if own is None and blocks and tokens and tokens % blocks == 0:
+        own = tokens // blocks
     if own is not None and block_tokens is not None and own != block_tokens:
-        raise FieldError(
-            "--block-size",
-            f"{block_tokens} differs from that of {path}",
-            f"use {own}, or leave it out",
-        )
+        problem = f"{block_tokens} differs from that of {path}"
+        raise FieldError("--block-size", problem, f"use {own}, or leave it out")
     size = own or block_tokens or 16
-    blocks = pool.blocks if pool.blocks is not None else (pool.tokens or 0) // size
+    blocks = (tokens or 0) // size if blocks is None else blocks
     if blocks < 1:
         raise FieldError("--pool", f"{path} has no blocks", "record a run that started")
     return blocks, size
-
-
-def _of_json(text: str) -> RecordedPool | None:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    engine = _find_engine(document)
-    if engine is None:
-        return None
-    size = engine.get("block_size")
-    return RecordedPool(engine["num_gpu_blocks"], size if _is_count(size) else None)
-
-
-def _find_engine(value: Any) -> dict[str, Any] | None:
-    """Return the first object, depth first, that has a number `num_gpu_blocks`."""
-    if isinstance(value, dict):
-        if _is_count(value.get("num_gpu_blocks")):
-            return value
-        value = list(value.values())
-    if isinstance(value, list):
-        return next((holder for part in value if (holder := _find_engine(part))), None)
-    return None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _of_text(text: str) -> RecordedPool | None:
-    """Read a log or metrics. The last mention counts: a restarted engine has another pool."""
-    blocks, tokens, size = (_last(pattern, text) for pattern in (_BLOCKS, _TOKENS, _SIZE))
-    if blocks is None and tokens is None:
-        return None
-    if size is None and blocks and tokens and tokens % blocks == 0:
-        size = tokens // blocks
-    return RecordedPool(blocks, size, tokens)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> int | None:

@@ -19,7 +19,8 @@ from cbatch.core.scheduler.plan import NewSequence, StepPlan
 from sim.workload.tokens import ACCEPT, mix
 from sim.workload.traces.files import read_whole
 
-_REQUEST, _REDRAW, _LEVEL = 3, 4, 5  # purposes of the noise, in addition to ACCEPT
+_REQUEST, _REDRAW = 3, 4  # purposes of the noise, in addition to ACCEPT
+_DRIFT_TOKENS = 8192  # after which the changes of an output repeat
 
 
 class AcceptanceModel:
@@ -122,41 +123,20 @@ class DriftingAcceptance(_Independent):
         if not 1 <= tokens < float("inf"):
             raise FieldError("tokens", f"{tokens} is not allowed", "give 1 or more")
         self._redraw_chance = 1 / tokens
-        self._redraws, self._levels = (np.zeros(max_num_seqs, np.uint64) for _ in range(2))
-        # By slot: the position up to which the chain was followed, and that of its last redraw.
-        self._followed_to, self._redrawn_at = (np.zeros(max_num_seqs, np.int64) for _ in range(2))
+        self._is_high = np.zeros((max_num_seqs, _DRIFT_TOKENS), np.bool_)
+        self._first = np.zeros(max_num_seqs, np.int64)  # by slot: position of the first output
 
     def admit(self, admission: NewSequence) -> None:
-        """Start the chain at the first output token; a preempted request's chain is recomputed."""
         super().admit(admission)
-        slot = admission.slot
-        self._redraws[slot] = request_state(_REDRAW, admission)
-        self._levels[slot] = request_state(_LEVEL, admission)
-        self._followed_to[slot] = self._redrawn_at[slot] = admission.num_prompt_tokens
-        known_tokens = len(admission.tokens)
-        if known_tokens > admission.num_prompt_tokens:
-            self._last_redraws(np.array([slot]), np.array([known_tokens]), 1)
+        rng = np.random.default_rng(request_state(_REDRAW, admission))
+        redraws = np.cumsum(rng.random(_DRIFT_TOKENS) < self._redraw_chance)
+        self._is_high[admission.slot] = (rng.random(_DRIFT_TOKENS + 1) < 0.5)[redraws]
+        self._first[admission.slot] = admission.num_prompt_tokens
 
     def _chances(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
-        redrawn_at = self._last_redraws(slots, positions, depth)
-        is_high = uniforms(self._levels[slots][:, None], redrawn_at) < 0.5
+        at = (positions - self._first[slots])[:, None] + np.arange(depth)
+        is_high = self._is_high[slots[:, None], at % _DRIFT_TOKENS]
         return np.where(is_high, self._high, self._low)
-
-    def _last_redraws(self, slots: np.ndarray, positions: np.ndarray, depth: int) -> np.ndarray:
-        """Return for each of `depth` positions the last redraw up to it, int64 [rows, depth]."""
-        followed_to = self._followed_to[slots]
-        window = int(np.max(positions - followed_to)) + depth
-        steps = followed_to[:, None] + np.arange(1, window + 1)
-        redrawn = uniforms(self._redraws[slots][:, None], steps) < self._redraw_chance
-        latest = self._redrawn_at[slots][:, None]
-        redrawn_at = np.concatenate([latest, np.where(redrawn, steps, 0)], axis=1)
-        np.maximum.accumulate(redrawn_at, axis=1, out=redrawn_at)
-        first = positions - followed_to
-        last_redraws: np.ndarray = np.take_along_axis(
-            redrawn_at, first[:, None] + np.arange(depth), axis=1
-        )
-        self._followed_to[slots], self._redrawn_at[slots] = positions, last_redraws[:, 0]
-        return last_redraws
 
 
 class RecordedAcceptance(AcceptanceModel):

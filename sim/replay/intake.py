@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -27,15 +27,9 @@ class ArrayPrompt(Sequence[int]):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
-
-    def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
+    def __getitem__(self, at: Any) -> Any:
         items = self._tokens[at].tolist()
-        return tuple(items) if isinstance(at, slice) else cast("int", items)
+        return tuple(items) if isinstance(at, slice) else items
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._tokens, dtype)

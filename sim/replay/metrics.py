@@ -19,27 +19,6 @@ from cbatch.core.scheduler.sequence import Commit
 from sim.report.report import Objectives, Record
 from sim.workload.traces.request import TraceRequest
 
-_SERIES = (
-    "arrival_s",
-    "ttft_s",
-    "tpot_s",
-    "e2e_s",
-    "queue_s",
-    "_gap_s",
-    "_gap_chunks",
-    "_gap_tokens",
-)
-_COUNTS = (  # fields that `total` adds up; it concatenates those of `_SERIES`
-    "num_finished",
-    "num_good",
-    "num_cut",
-    "prompt_tokens",
-    "hit_tokens",
-    "output_tokens",
-    "row_steps",
-    "running_s",
-)
-
 
 class _OpenRequest(msgspec.Struct, gc=False):
     index: int
@@ -88,11 +67,12 @@ class MetricsRecorder:
             return recorders[0]
         total = cls(0, Objectives())
         for part in recorders:
-            for name in _SERIES:
-                getattr(total, name).extend(getattr(part, name))
-            for name in _COUNTS:
-                setattr(total, name, getattr(total, name) + getattr(part, name))
-            total.end_s = max(total.end_s, part.end_s)
+            for name, value in list(vars(total).items()):
+                if isinstance(value, array):
+                    value.extend(getattr(part, name))
+                elif isinstance(value, int | float):
+                    setattr(total, name, value + getattr(part, name))
+        total.end_s = max(part.end_s for part in recorders)
         return total
 
     def arrived(self, index: int, request: TraceRequest) -> None:

@@ -124,10 +124,13 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 }
 
 
-def make_router(name: str) -> Router:
+def make_router(name: str, replicas: int) -> Router | None:
+    """Return the router for `replicas`, None for a single one. Raises `FieldError`."""
+    if replicas < 1:
+        raise FieldError("--replicas", f"{replicas} is not allowed", "use at least 1")
     if name not in ROUTERS:
         raise FieldError("--router", f"{name!r} is unknown", f"use one of {', '.join(ROUTERS)}")
-    return ROUTERS[name]()
+    return ROUTERS[name]() if replicas > 1 else None
 
 
 def _least_loaded(load: ReplicaLoad, first: int) -> int:
@@ -146,13 +149,3 @@ def _prefixes(prompt: np.ndarray) -> list[bytes]:
     for start, end in pairwise(range(0, len(prompt) + 1, BLOCK_TOKENS)):
         names.append(blake2b(names[-1] + prompt[start:end].tobytes(), digest_size=16).digest())
     return names[1:]
-
-
-def router_name(name: str, replicas: int) -> str | None:
-    """Return the name of the router for `replicas`, None for a single one. Raises `FieldError`."""
-    if replicas < 1:
-        raise FieldError("--replicas", f"{replicas} is not allowed", "use at least 1")
-    if replicas == 1:
-        return None
-    make_router(name)
-    return name

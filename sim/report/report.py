@@ -175,6 +175,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[Replica, ...] | None = None  # None: there was only one
     # Seconds by which TTFT grows per second of arrivals, in an overloaded simulation.
     ttft_growth: float | None = None
+    tokens_per_dollar: float | None = None  # output tokens, if the price of a device is given
+    remarks: tuple[str, ...] = ()  # of the trace: which part of it was used
     schema: str = SCHEMA
     version: int = VERSION
 

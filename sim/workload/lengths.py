@@ -20,8 +20,7 @@ def fixed(tokens: int) -> Lengths:
 
 def uniform(low: int, high: int) -> Lengths:
     """Uniform lengths from `low` to `high`, both included."""
-    _check("low", low)
-    _check_order(low, high)
+    _check_range(low, high)
     return lambda rng, count: rng.integers(low, high, count, endpoint=True)
 
 
@@ -43,8 +42,7 @@ def lognormal(mean: float, cv: float, *, high: int | None = None) -> Lengths:
 
 def zipf(exponent: float, low: int, high: int) -> Lengths:
     """Lengths l from `low` to `high` with probability proportional to l ** -exponent."""
-    _check("low", low)
-    _check_order(low, high)
+    _check_range(low, high)
     if not 0 <= exponent < math.inf:
         raise FieldError("exponent", f"{exponent} is not allowed", "give 0 or more")
     lengths = np.arange(low, high + 1)
@@ -70,7 +68,8 @@ def _check(field: str, value: float) -> None:
         raise FieldError(field, f"{value} is not allowed", f"give 1 to {MAX_TOKENS}")
 
 
-def _check_order(low: int, high: int) -> None:
+def _check_range(low: int, high: int) -> None:
+    _check("low", low)
     _check("high", high)
     if high < low:
         raise FieldError("high", f"{high} is below low, {low}", "give a larger number")

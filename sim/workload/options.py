@@ -4,7 +4,7 @@ as a trace."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from multiprocessing import parent_process
 from pathlib import Path
@@ -68,6 +68,7 @@ class OpenedTrace:
             raise FieldError("--format", f"{args.format!r} is unknown", f"use {', '.join(known)}")
         self._trace: Trace | None = None
         self._from_log: list[TraceRequest] = []
+        self.remarks: list[str] = []  # which part of the trace was used
         self.recorded: SchedulerConfig | None = None  # configuration of a step log's last engine
         if is_step_log(self.path):
             if args.format not in (None, STEP_LOG) or args.skip_empty:
@@ -75,7 +76,7 @@ class OpenedTrace:
                 raise FieldError(option, f"{self.path} is a step log", "leave it out")
             self._from_log, self.recorded, damage = read_recording(self.path)
             if damage is not None:
-                warn(damage)
+                self._remark(damage)
             self.format = STEP_LOG
         else:
             self._trace = Trace(
@@ -85,7 +86,7 @@ class OpenedTrace:
                 in_order=in_order,
                 block_tokens=args.block_tokens,
                 time_unit=args.time_unit,
-                on_cut=warn,
+                on_cut=self._remark,
             )
             self.format = self._trace.format
             if args.time_unit is None and self._trace.has_stamps_like_seconds():
@@ -110,6 +111,20 @@ class OpenedTrace:
         if self._spread_s is None:
             return requests
         return spread(requests, self._spread_s, self._seed)
+
+    def first(self, count: int) -> Iterator[TraceRequest]:
+        """Yield the first `count` requests. Raises `FieldError` for none."""
+        if count < 1:
+            raise FieldError("--requests", f"{count} is not allowed", "ask for at least 1")
+        for index, request in enumerate(self.requests()):
+            if index == count:
+                self.remarks.append(f"only the first {count:,} requests of the trace are used")
+                break
+            yield request
+
+    def _remark(self, words: str) -> None:
+        self.remarks.append(words)
+        warn(words)
 
 
 @cache

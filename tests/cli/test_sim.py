@@ -60,6 +60,29 @@ def test_rows_equal_separate_runs_with_their_values(cbatch: Command, trace: Path
     assert ratio > 1.05 and f"×{ratio:.2f}" in run.out and "×1.00" in run.out
 
 
+def test_options_of_price_prompts_and_parts_of_a_trace(cbatch: Command, trace: Path) -> None:
+    def report(*argv: Any) -> dict[str, Any]:
+        run = cbatch("sim", trace, *argv)
+        assert run.status == 0, run.err
+        assert all(remark in run.out for remark in run.lines[-1]["remarks"])
+        return run.lines[-1]
+
+    one = report("--tp", 2, "--price-per-hour", 5, "--requests", 5, "--prompt-share", 0.5)
+    assert one["tokens_per_dollar"] == pytest.approx(one["output_tokens_per_s"] * 360)
+    assert one["remarks"] == ["only the first 5 requests of the trace are used"]
+    two = report("--pool", "vllm-0.19", "--kv-cache-dtype", "fp8", "--requests", 12)
+    assert not two["remarks"] and two["tokens_per_dollar"] is None
+    shares = [each["settings"]["prompt_share"] for each in (one, two, report(*CONSTANT))]
+    assert shares == [0.5, 1.0, 0.8]
+    blocks = report("--pool", "vllm-0.19")["settings"]["num_blocks"]
+    assert two["settings"]["num_blocks"] == pytest.approx(2 * blocks, abs=1)
+    swept = ("--sweep", "prompt-share=1,0.8", "--requests", 5, "--price-per-hour", 1)
+    run = cbatch("sim", trace, *CONSTANT, *swept)
+    assert "only the first 5 requests" in run.out and "per $" in run.out
+    ignored = cbatch("sim", trace, *CONSTANT, "--sampling-filters")
+    assert ignored.status == 2 and "--sampling-filters: would be ignored" in ignored.err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

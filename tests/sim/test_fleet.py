@@ -24,7 +24,7 @@ def fleet(
 ) -> Report:
     config = config or config_for()
     executors = [executor_for(config) for _ in range(replicas)]
-    return replay(source, config, *executors, router=make_router(router), **more)
+    return replay(source, config, *executors, router=make_router(router, 2), **more)
 
 
 def workload(count: int = 80, rate: float = 25.0) -> list[TraceRequest]:

@@ -219,7 +219,7 @@ def test_a_cost_gets_the_idle_time_before_a_step() -> None:
     expected = [0.01, 0.01 + 0.99, 0.01 + 8.0 - woken_s]
     config = config_for()
 
-    for router in (None, make_router("round-robin")):
+    for router in (None, make_router("round-robin", 2)):
         records: list[Record] = []
         executor = executor_for(config, WakingCost())
         replay(OpenLoop(requests), config, executor, router=router, on_record=records.append)

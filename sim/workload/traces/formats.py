@@ -195,35 +195,23 @@ def parse_lines(path: Path, lines: Lines, format_name: str | None) -> tuple[str,
     if first is None:
         raise TraceError(path, None, "file", "is empty", "give a trace with requests in it")
     number, text = first
-    whole = chain([first], lines)
-    if text.lstrip()[:1] not in ("{", "["):
-        return _parse_table(path, number, text, whole, format_name)
-    if text.strip() == "{" or format_name == BENCH:
+    whole, is_json = chain([first], lines), text.lstrip()[:1] in ("{", "[")
+    if is_json and (text.strip() == "{" or format_name == BENCH):
         return _bench(path, whole, format_name)
-    record = json_object(path, number, text)
+    record = json_object(path, number, text) if is_json else {}
     if record.get("format") == LOG_FORMAT:
         _require(path, format_name, LOG_FORMAT)
-        if record.get("version") != LOG_VERSION:
-            version = record.get("version")
-            raise TraceError(
-                path, number, "version", f"{version!r} is unknown", f"this reads {LOG_VERSION}"
-            )
+        version = record.get("version")
+        if version != LOG_VERSION:
+            problem = f"{version!r} is unknown"
+            raise TraceError(path, number, "version", problem, f"this reads {LOG_VERSION}")
         return LOG_FORMAT, _log(json_rows(path, lines, LOG.required, LOG.optional))
     if "input_lens" in record:
         return _bench(path, whole, format_name)
-    recognised = _find(path, number, record.keys(), format_name, is_json=True)
-    rows = json_rows(path, whole, recognised.required, recognised.optional)
-    return recognised.name, recognised.parse(rows)
-
-
-def _parse_table(
-    path: Path, number: int, text: str, lines: Lines, format_name: str | None
-) -> tuple[str, Iterator[Raw]]:
-    columns = [name.strip().strip('"') for name in text.split(",")]
-    recognised = _find(path, number, columns, format_name, is_json=False)
-    return recognised.name, recognised.parse(
-        csv_rows(path, lines, recognised.required, recognised.optional)
-    )
+    names = [*record] if is_json else [name.strip().strip('"') for name in text.split(",")]
+    known = _find(path, number, names, format_name, is_json=is_json)
+    rows = json_rows if is_json else csv_rows
+    return known.name, known.parse(rows(path, whole, known.required, known.optional))
 
 
 def _find(path: Path, line: int, fields: Any, format_name: str | None, *, is_json: bool) -> Format:
@@ -254,20 +242,12 @@ def _bench(path: Path, lines: Lines, format_name: str | None) -> tuple[str, Iter
     """Read the result of `vllm bench serve --save-detailed`: one JSON object, read whole."""
     _require(path, format_name, BENCH)
     record = json_object(path, 1, "\n".join(text for _, text in lines))
-    columns = []
-    for name in ("start_times", "input_lens", "output_lens"):
-        column = record.get(name)
+    columns = {name: record.get(name) for name in ("start_times", "input_lens", "output_lens")}
+    for name, column in columns.items():
         if not isinstance(column, list):
             raise TraceError(path, 1, name, "is missing", "save the run with --save-detailed")
-        columns.append(column)
-    if len({len(column) for column in columns}) != 1:
+    if len({len(column) for column in columns.values()}) != 1:
         raise TraceError(path, 1, "input_lens", "is longer or shorter than others", "save it again")
-    return BENCH, iter(sorted(_bench_rows(path, columns), key=lambda raw: raw.stamp))
-
-
-def _bench_rows(path: Path, columns: list[list[Any]]) -> Iterator[Raw]:
-    for start_s, prompt_tokens, output_tokens in zip(*columns, strict=True):
-        values = {"start_times": start_s, "input_lens": prompt_tokens, "output_lens": output_tokens}
-        row = TraceRow(path, 1, values)
-        lengths = row.count("input_lens"), row.count("output_lens")
-        yield Raw(1, row.stamp("start_times"), *lengths, {})
+    values = zip(*columns.values(), strict=True)
+    rows = (TraceRow(path, 1, dict(zip(columns, row, strict=True))) for row in values)
+    return BENCH, iter(sorted(_plain(*columns)(rows), key=lambda raw: raw.stamp))

@@ -1,8 +1,7 @@
-"""Statistics of a trace in one pass; memory grows only with the number of distinct values."""
+"""Statistics of a trace in one pass; memory grows by 8 bytes a request."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -10,27 +9,10 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from sim.report.report import weighted_percentiles
+from sim.report.report import Spread
 from sim.workload.traces.request import TraceRequest
 
 MINUTE_S = 60.0
-PERCENTS = (50.0, 90.0, 99.0)
-
-
-class LengthStatistics(msgspec.Struct, frozen=True):
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: int
-
-    @classmethod
-    def of(cls, counts: Counter[int]) -> LengthStatistics:
-        values = np.fromiter(counts, dtype=np.int64)
-        weights = np.fromiter(counts.values(), dtype=np.int64)
-        p50, p90, p99 = weighted_percentiles(values, weights, PERCENTS).tolist()
-        mean = float(np.dot(values, weights)) / int(weights.sum())
-        return cls(mean, p50, p90, p99, int(values.max()))
 
 
 class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +25,8 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     same_stamp_share: float  # of requests that arrive together with the previous one
     peak_minute_ratio: float | None  # requests of the busiest minute relative to the mean minute
     empty_minutes: int
-    prompt_tokens: LengthStatistics
-    output_tokens: LengthStatistics
+    prompt_tokens: Spread
+    output_tokens: Spread
     sessions: int | None
     # Share of prompt tokens in blocks that an earlier prompt has after the same prefix: the hits of
     # an unlimited prefix cache.
@@ -58,10 +40,7 @@ class TraceSummary(msgspec.Struct, frozen=True):
     per_minute: Counter[int]
     prompt_counts: Counter[int]
     output_counts: Counter[int]
-    gaps_s: np.ndarray  # float64, of the first `MAX_GAPS` arrivals
-
-
-MAX_GAPS = 1_000_000  # gaps kept for the plot
+    gaps_s: np.ndarray  # float64, between arrivals
 
 
 def summarise(requests: Iterable[TraceRequest]) -> TraceSummary:
@@ -70,59 +49,38 @@ def summarise(requests: Iterable[TraceRequest]) -> TraceSummary:
     outputs: Counter[int] = Counter()
     minutes: Counter[int] = Counter()
     sessions: set[str] = set()
-    sharing = _Sharing()
-    gaps = _Gaps()
-    count, last_s = 0, 0.0
+    sharing, times_s = _Sharing(), array("d")
     for request in requests:
-        if count:
-            gaps.add(request.arrival_s - last_s)
-        last_s = request.arrival_s
-        count += 1
+        times_s.append(request.arrival_s)
         prompts[request.prompt_tokens] += 1
         outputs[request.output_tokens] += 1
-        minutes[int(last_s // MINUTE_S)] += 1
+        minutes[int(request.arrival_s // MINUTE_S)] += 1
         if request.session is not None:
             sessions.add(request.session)
         sharing.add(request)
+    count, last_s = len(times_s), times_s[-1]
+    gaps_s = np.diff(np.asarray(times_s))
+    mean_s = float(gaps_s.mean()) if count > 2 else 0.0
     num_minutes = int(last_s // MINUTE_S) + 1
     statistics = TraceStatistics(
         requests=count,
         span_s=last_s,
         rate_per_s=(count - 1) / last_s if last_s > 0 else None,
-        gap_cv=gaps.cv,
-        same_stamp_share=gaps.zeros / count,
+        gap_cv=float(gaps_s.std()) / mean_s if mean_s > 0 else None,
+        same_stamp_share=np.count_nonzero(gaps_s == 0) / count,
         peak_minute_ratio=max(minutes.values()) * num_minutes / count if num_minutes > 1 else None,
         empty_minutes=num_minutes - len(minutes),
-        prompt_tokens=LengthStatistics.of(prompts),
-        output_tokens=LengthStatistics.of(outputs),
+        prompt_tokens=_spread(prompts),
+        output_tokens=_spread(outputs),
         sessions=len(sessions) or None,
         shared_prefix_share=sharing.share,
     )
-    return TraceSummary(statistics, minutes, prompts, outputs, np.asarray(gaps.first))
+    return TraceSummary(statistics, minutes, prompts, outputs, gaps_s)
 
 
-class _Gaps:
-    """Running mean and variance of gaps (Welford 1962)."""
-
-    def __init__(self) -> None:
-        self.first = array("d")
-        self.zeros = self._count = 0
-        self._mean = self._squares = 0.0
-
-    def add(self, gap_s: float) -> None:
-        self._count += 1
-        self.zeros += gap_s == 0
-        deviation_s = gap_s - self._mean
-        self._mean += deviation_s / self._count
-        self._squares += deviation_s * (gap_s - self._mean)
-        if self._count <= MAX_GAPS:
-            self.first.append(gap_s)
-
-    @property
-    def cv(self) -> float | None:
-        if self._count < 2 or self._mean <= 0:
-            return None
-        return math.sqrt(self._squares / self._count) / self._mean
+def _spread(counts: Counter[int]) -> Spread:
+    values, weights = (np.fromiter(each, np.int64) for each in (counts, counts.values()))
+    return Spread.of(values, weights)
 
 
 class _Sharing:
@@ -131,25 +89,16 @@ class _Sharing:
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], int] = {}
         self._shared_tokens = self._tokens = 0
-        self._has_names = False
 
     def add(self, request: TraceRequest) -> None:
         self._tokens += request.prompt_tokens
-        if request.hash_ids is None:
-            return
-        self._has_names = True
-        node, num_shared = 0, 0
-        for name in request.hash_ids:
-            key = (node, name)
-            known = self._nodes.get(key)
-            if known is None:
-                known = self._nodes[key] = len(self._nodes) + 1
-            else:
-                num_shared += 1
-            node = known
+        node, known = 0, len(self._nodes)
+        for name in request.hash_ids or ():
+            node = self._nodes.setdefault((node, name), len(self._nodes) + 1)
+        num_shared = len(request.hash_ids or ()) - (len(self._nodes) - known)
         tokens = num_shared * (request.hash_block_tokens or 0)
         self._shared_tokens += min(tokens, request.prompt_tokens)
 
     @property
     def share(self) -> float | None:
-        return self._shared_tokens / self._tokens if self._has_names else None
+        return self._shared_tokens / self._tokens if self._nodes else None
