@@ -19,6 +19,7 @@ from cbatch.core.scheduler.slot_counts import SlotCounts
 from cbatch.steplog.step_log import AnyEvent, StepLogError, engines_of, read_step_log, replay
 
 Span = tuple[float, float]  # start and end of a step, in seconds
+_MOMENT_S = 1e-6
 
 
 class RecordedText(msgspec.Struct):
@@ -128,7 +129,8 @@ class RecordedRun:
                 natural = end.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self._by_id[end.request_id].cut = not natural
                 self._open.remove(end.request_id)
-        self._last_s = self._begin_s = self._now_s
+        self._last_s = self._now_s
+        self._begin_s = self._now_s - _MOMENT_S  # a simulated step may end a rounding error earlier
         self._on_step(len(self.samples))
 
     def _measure(self, plan: StepPlan, planned_s: float, after_idle: bool) -> None:
