@@ -19,11 +19,13 @@ from cbatch.core.scheduler.slot_counts import SlotCounts
 from cbatch.steplog.step_log import AnyEvent, StepLogError, engines_of, read_step_log, replay
 
 Span = tuple[float, float]  # start and end of a step, in seconds
+_MOMENT_S = 1e-6
 
 
 class RecordedText(msgspec.Struct):
-    """A request and its output. A text that is `cut` was ended by a stop string, by its client, by
-    an error, or by the end of the log. One that has not `ended` was open at the end."""
+    """A request and its output. It arrives when the step begins that could admit it. A text that is
+    `cut` was ended by a stop string, by its client, by an error, or by the end of the log. One that
+    has not `ended` was open at the end."""
 
     request: Request
     arrival_s: float
@@ -68,6 +70,7 @@ class RecordedRun:
         self._counts = SlotCounts(self.configured.config.max_num_seqs)
         self._occupants: dict[int, str] = {}
         self._now_s = self._last_s = 0.0  # times of the event, and of the last commit
+        self._begin_s = 0.0  # from then on the next step could run
         self._result: StepResult
         self._idle = True  # since the last plan there was a time without open requests and steps
         try:
@@ -83,7 +86,9 @@ class RecordedRun:
             yield event
             match event:
                 case events.Added(request, now_s, output):
-                    text = RecordedText(request, now_s, list(output))
+                    if self._plans or (self._idle and not self._open):
+                        self._begin_s = now_s  # of the next step, or of the one after it
+                    text = RecordedText(request, min(now_s, self._begin_s), list(output))
                     self._by_id[request.request_id] = text
                     self.texts.append(text)
                     self._open.add(request.request_id)
@@ -105,7 +110,7 @@ class RecordedRun:
         if plan is not None:
             for admission in plan.deltas.new_sequences:
                 self._occupants[admission.slot] = admission.request_id
-            self._plans.append((self._now_s, self._idle, plan))
+            self._plans.append((self._begin_s, self._idle, plan))
             self._idle = False
 
     def _committed(self, commit: Commit) -> None:
@@ -125,6 +130,7 @@ class RecordedRun:
                 self._by_id[end.request_id].cut = not natural
                 self._open.remove(end.request_id)
         self._last_s = self._now_s
+        self._begin_s = self._now_s - _MOMENT_S  # a simulated step may end a rounding error earlier
         self._on_step(len(self.samples))
 
     def _measure(self, plan: StepPlan, planned_s: float, after_idle: bool) -> None:

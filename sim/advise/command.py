@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,20 @@ from cbatch.rerun.drafters import Fates, Rerun, rejects, rerun
 from cbatch.rerun.models import DraftSizes, load_drafts
 from cbatch.rerun.prices import recorded_prices, with_drafter
 from sim.advise.plot import save_plots
-from sim.advise.recording import Recording, read_run
-from sim.advise.scenarios import RecordedWorld, Row, ScenarioSettings, search
+from sim.advise.recording import FIGURES, Recording, read_run
+from sim.advise.scenarios import RecordedWorld, Row, ScenarioSettings, largest_errors, search
 from sim.advise.speed import RecordedSpeed
 from sim.cli.costs import read_calibration
 from sim.cli.processes import counting_bar, num_processes, run_scenarios
+from sim.report.report import parse_objectives
 
 LOOKAHEADS = "off,fixed:4,adaptive"
 _DRAFTERS = (MODEL, *LOOKUPS)
-MIN_STEPS = 500  # steps with which prices are not rough
+# Errors of the simulated recorded settings from which they are noted, and by figure, up to which it
+# is trusted.
+NOTED, BOUNDS = 0.05, {"tokens_per_s": 0.05, "tpot_p95_s": 0.15, "ttft_p95_s": 0.15}
+# The recorded settings are simulated with the speed of the recorded machine, also at other times.
+SHIFTS = (0.0, 0.25, 0.5, 0.75)
 MIN_DRAFTING = 50  # steps with drafts that price the log's own drafter
 _COLUMNS: dict[str, tuple[str, float, str]] = {  # of the table: heading, factor, format
     "lookahead": ("lookahead", 1, ""),
@@ -36,6 +41,7 @@ _COLUMNS: dict[str, tuple[str, float, str]] = {  # of the table: heading, factor
     "max_num_seqs": ("slots", 1, ","),
     "max_num_batched_tokens": ("budget", 1, ","),
     "itl_target_s": ("target ms", 1e3, ".3g"),
+    "goodput_per_s": ("goodput/s", 1, ",.3f"),
     "tokens_per_s": ("tokens/s", 1, ",.1f"),
     "ratio": ("ratio", 1, ".3f"),
     "tpot_p95_s": ("TPOT p95 ms", 1e3, ",.2f"),
@@ -69,6 +75,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--model", metavar="MODEL", help="the log's model, if it has moved")
     add("--draft", metavar="MODEL", help="draft model or head, by default the log's")
     add("--cost", type=Path, metavar="FILE", help="prices of cbatch calibrate, not of the log")
+    slo = "rank by the requests that meet these targets (default: by tokens/s, with latencies that "
+    slo += "are not worse than recorded)"
+    add("--slo", action="append", default=[], metavar="ttft=S,tpot=S", help=slo)
+    add("--strict", action="store_true", help="exit with status 1 if a figure is not to be trusted")
     add("--processes", type=int, metavar="N", help="scenarios in parallel (default: all cores)")
     add("--plot", type=Path, metavar="FILE", help="draw a page of plots (PNG, PDF, SVG)")
     add_json_option(parser)
@@ -79,13 +89,31 @@ def run(args: argparse.Namespace) -> int:
     for option, place in (("--plot", args.plot), ("--json", args.json)):
         require_place(option, place)
     recording, reruns, world, choices = prepare(args)
+    measured, k = recording.figures(world.targets), _largest_k(choices)
 
-    def serve_all(settings: list[ScenarioSettings]) -> list[Row]:
-        return run_scenarios(world.serve, settings, num_processes(args.processes, len(settings)))
+    def all_of(work: Callable[[Any], Row], cases: Sequence[Any]) -> list[Row]:
+        return run_scenarios(work, cases, num_processes(args.processes, len(cases)))
 
-    rows = search(ScenarioSettings.of(world.config), choices, serve_all)
-    _print(args, recording, reruns, rows, _largest_k(choices))
-    return 0
+    errors = largest_errors(all_of(world.check, SHIFTS), measured)
+    own, serve_all = ScenarioSettings.of(world.config), partial(all_of, world.serve)
+    rows = search(own, choices, serve_all, errors)
+    verdicts = {name: recording.compare(name, each.fates, k) for name, each in reruns.items()}
+    _print(args.log.name, recording, rows, measured, errors, verdicts)
+    if args.plot is not None:
+        fates = {
+            name: Fates(*map(np.concatenate, zip(*each.fates.values(), strict=True)))
+            for name, each in reruns.items()
+        }
+        save_plots(args.plot, args.log.name, rows, [_label(row) for row in rows], fates)
+    checks = {
+        name: dict(zip(("checked", "differing"), each, strict=True))
+        for name, each in verdicts.items()
+    }
+    document = {"log": args.log.name, "requests": len(recording.texts), "recorded": measured}
+    document |= {"simulated": _recorded(rows, recording), "best": rows[0], "fates": checks}
+    document |= {"errors": errors, "doubtful": doubtful(errors), "scenarios": rows}
+    print_figures(document, args.json)
+    return 1 if args.strict and document["doubtful"] else 0
 
 
 def prepare(
@@ -104,7 +132,12 @@ def prepare(
         own = prices[ScenarioSettings.of(recording.engine.config).drafter or "off"]
         speed = RecordedSpeed(recording.spans, recording.samples, own)
     fates = {name: each.fates for name, each in reruns.items()}
-    world = RecordedWorld(recording.engine.config, recording.texts, prices, fates, model, speed)
+    config, texts, targets = (
+        recording.engine.config,
+        recording.texts,
+        parse_objectives(tuple(part for each in args.slo for part in each.split(","))),
+    )
+    world = RecordedWorld(config, texts, prices, fates, model, speed, targets)
     return recording, reruns, world, choices
 
 
@@ -190,73 +223,85 @@ def _prices(
 # -- output
 
 
-def _print(
-    args: argparse.Namespace,
-    recording: Recording,
-    reruns: dict[str, Rerun],
-    rows: list[Row],
-    k: int,
-) -> None:
-    console, measured = TextConsole(), recording.figures()
-    verdicts = {name: recording.compare(name, each.fates, k) for name, each in reruns.items()}
+def doubtful(errors: Mapping[str, float]) -> list[str]:
+    """Return the figures that are not to be trusted."""
+    return [name for name, bound in BOUNDS.items() if errors.get(name, 0.0) > bound]
+
+
+def _recorded(rows: list[Row], recording: Recording) -> Row:
     settings = ScenarioSettings.of(recording.engine.config)
-    recorded = next(row for row in rows if settings._asdict().items() <= row.items())
+    return next(row for row in rows if settings._asdict().items() <= row.items())
+
+
+def _print(
+    name: str,
+    recording: Recording,
+    rows: list[Row],
+    measured: Row,
+    errors: Mapping[str, float],
+    verdicts: Mapping[str, tuple[int, int]],
+) -> None:
+    console, recorded = TextConsole(), _recorded(rows, recording)
+    for line in (*recording.warnings, *_doubts(errors)):
+        console.print(f"warning: {line}", soft_wrap=True)
     tokens = sum(len(text.output) for text in recording.texts.values())
     table = Table(
-        title=f"{args.log.name}: {len(recording.texts):,} requests, {tokens:,} output tokens, "
+        title=f"{name}: {len(recording.texts):,} requests, {tokens:,} output tokens, "
         f"{len(recording.samples):,} steps",
         title_justify="left",
         box=SIMPLE,
     )
-    for heading, _, form in _COLUMNS.values():
-        table.add_column(heading, justify="right" if form else "left")
+    columns = {name: each for name, each in _COLUMNS.items() if name in recorded}
+    for column, (heading, _, form) in columns.items():
+        doubt = " (?)" * (column in doubtful(errors))
+        table.add_column(heading + doubt, justify="right" if form else "left")
     for row in rows:
         style = "bold" if row is rows[0] else "cyan" if row is recorded else None
-        table.add_row(*_cells(row), style=style)
+        table.add_row(*(_cell(row, column) for column in columns), style=style)
     table.add_section()
-    table.add_row(*_cells({"lookahead": "measured", **measured}))
+    last = {"lookahead": "measured", **measured}
+    table.add_row(*(_cell(last, column) for column in columns))
     console.print(table)
-    for line in (*recording.warnings, *_remarks(recording, verdicts)):
+    for line in _remarks(recording, verdicts):
         console.print(line, soft_wrap=True)
     best = "the recorded settings" if rows[0] is recorded else _label(rows[0])
     console.print(f"best: {best}: {_changes(rows[0], recorded)}, both simulated", soft_wrap=True)
-    console.print(f"recorded settings, simulated against measured: {_changes(recorded, measured)}")
-    if args.plot is not None:
-        fates = {
-            name: Fates(*map(np.concatenate, zip(*each.fates.values(), strict=True)))
-            for name, each in reruns.items()
-        }
-        save_plots(args.plot, args.log.name, rows, [_label(row) for row in rows], fates)
-    checks = {
-        name: dict(zip(("checked", "differing"), each, strict=True))
-        for name, each in verdicts.items()
-    }
-    document = {"log": args.log.name, "requests": len(recording.texts), "recorded": measured}
-    document |= {"simulated": recorded, "best": rows[0], "fates": checks, "scenarios": rows}
-    print_figures(document, args.json)
 
 
-def _cells(row: Row) -> Iterable[str]:
-    for name, (_, factor, form) in _COLUMNS.items():
-        value = row.get(name)
-        yield "" if value is None else format(factor * value, form) if form else value
+def _cell(row: Row, column: str) -> str:
+    """Return a figure, or the values of a setting that all have the same figures."""
+    _, factor, form = _COLUMNS[column]
+    values = [settings.get(column) for settings in row.get("same", ())] or [row.get(column)]
+    if column not in ScenarioSettings._fields:
+        values = [row.get(column)]
+    texts = [format(factor * value, form) if form else value for value in values if value]
+    return ", ".join(dict.fromkeys(texts))
 
 
 def _label(row: Row) -> str:
-    names = list(_COLUMNS)[:5]
-    parts = zip((_COLUMNS[name][0] for name in names), _cells(row), strict=False)
-    return ", ".join(f"{name} {value}" for name, value in parts if value)
+    cells = [(_COLUMNS[name][0], _cell(row, name)) for name in ScenarioSettings._fields]
+    return ", ".join(f"{heading} {cell}" for heading, cell in cells if cell)
 
 
 def _changes(row: Row, base: Row) -> str:
-    names = ("tokens_per_s", "tpot_p95_s", "ttft_p95_s")
-    pairs = [(_COLUMNS[name][0].removesuffix(" ms"), row[name], base[name]) for name in names]
+    pairs = [(_heading(name), row[name], base[name]) for name in FIGURES]
     return ", ".join(f"{name} {new / old - 1:+.1%}" for name, new, old in pairs if new and old)
 
 
-def _remarks(recording: Recording, verdicts: dict[str, tuple[int, int]]) -> Iterable[str]:
-    if len(recording.samples) < MIN_STEPS:
-        yield f"warning: the prices of {len(recording.samples)} steps are rough: record more"
+def _heading(name: str) -> str:
+    return _COLUMNS[name][0].removesuffix(" ms")
+
+
+def _doubts(errors: Mapping[str, float]) -> Iterable[str]:
+    """Say how far the simulation is from the record, if it is far."""
+    if max(errors.values(), default=0.0) > NOTED:
+        parts = ", ".join(f"{_heading(name)} {error:.0%}" for name, error in errors.items())
+        figures = " and ".join(_heading(name) for name in doubtful(errors))
+        verdict = f"do not trust {figures}" if figures else "the figures can be trusted"
+        yield f"simulations of the recorded settings are off by up to {parts}: {verdict}"
+
+
+def _remarks(recording: Recording, verdicts: Mapping[str, tuple[int, int]]) -> Iterable[str]:
     for name, (checked, differing) in verdicts.items():
         if checked:
             verdict = "all have the recorded outcome"

@@ -16,8 +16,12 @@ from cbatch.core.scheduler.events import Configured
 from cbatch.rerun.drafters import Fates, Output
 from cbatch.steplog.recorded_run import DraftedRow, RecordedText, Span, read_runs
 from cbatch.steplog.step_log import StepLogError, is_step_log
+from sim.report.report import Objectives
 from sim.workload.tokens import VOCAB_SIZE
 
+FIGURES = ("tokens_per_s", "tpot_p95_s", "ttft_p95_s")
+Figures = dict[str, float | None]
+Times = tuple[float, float | None, float]  # TTFT, TPOT and E2E of a request, in seconds
 REMEDY = "record a run with cbatch serve --record FILE"
 # Not replayed: they do not matter to a scheduler, need a grammar, or are settings of a scenario.
 _DROPPED: dict[str, Any] = {"structured_outputs": None, "logprobs": None, "prompt_logprobs": None}
@@ -38,15 +42,19 @@ class Recording(NamedTuple):
     def outputs(self) -> list[Output]:
         return [(text.request, text.output) for text in self.texts.values()]
 
-    def figures(self) -> dict[str, float | None]:
+    def figures(self, targets: Objectives | None = None) -> Figures:
         texts = self.texts.values()
         timed = [text for text in texts if text.first_s <= text.last_s]
-        return figures(
-            sum(len(text.output) for text in texts),
-            max((text.last_s for text in timed), default=0.0),
-            [text.first_s - text.arrival_s for text in timed],
-            [(t.last_s - t.first_s) / (len(t.output) - 1) for t in timed if len(t.output) > 1],
-        )
+        times = [
+            (
+                text.first_s - text.arrival_s,
+                (text.last_s - text.first_s) / (n - 1) if (n := len(text.output)) > 1 else None,
+                text.last_s - text.arrival_s,
+            )
+            for text in timed
+        ]
+        duration_s = max((text.last_s for text in timed), default=0.0)
+        return figures(sum(len(text.output) for text in texts), duration_s, times, targets)
 
     def compare(self, drafter: str, fates: dict[str, Fates], k: int) -> tuple[int, int]:
         """Return how many recorded rows the rerun drafter drafted, and how many of them have
@@ -70,14 +78,29 @@ def _agrees(row: DraftedRow, fates: dict[str, Fates], drafter: str, k: int) -> b
 
 
 def figures(
-    tokens: int, duration_s: float, ttft_s: Sequence[float], tpot_s: Sequence[float]
-) -> dict[str, float | None]:
-    """Return the figures of a run, recorded or simulated; None if there is no measurement."""
-    cuts = [
-        float(np.percentile(values, 95)) if len(values) else None for values in (tpot_s, ttft_s)
-    ]
-    rate = tokens / duration_s if duration_s > 0 else None
-    return {"tokens_per_s": rate, "tpot_p95_s": cuts[0], "ttft_p95_s": cuts[1]}
+    tokens: int, duration_s: float, times: Sequence[Times], targets: Objectives | None = None
+) -> Figures:
+    """Return the figures of a run, recorded or simulated; None if there is no measurement. With
+    `targets` the goodput is among them: requests per second that meet all of them."""
+
+    def p95(place: int) -> float | None:
+        values = [each[place] for each in times if each[place] is not None]
+        return float(np.percentile(np.array(values, np.float64), 95)) if values else None
+
+    if duration_s <= 0:
+        return dict.fromkeys((*FIGURES, "goodput_per_s"))
+    result = {"tokens_per_s": tokens / duration_s, "tpot_p95_s": p95(1), "ttft_p95_s": p95(0)}
+    if targets is not None:
+        limits = targets.ttft_s, targets.tpot_s, targets.e2e_s
+        good = [
+            all(
+                t is None or limit is None or t <= limit
+                for t, limit in zip(each, limits, strict=True)
+            )
+            for each in times
+        ]
+        result["goodput_per_s"] = sum(good) / duration_s
+    return result
 
 
 def read_run(path: Path, on_step: Callable[[int], object] = int) -> Recording:

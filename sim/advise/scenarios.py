@@ -14,17 +14,17 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.rerun.drafters import Fates
 from cbatch.rerun.models import DraftSizes
-from sim.advise.recording import figures
+from sim.advise.recording import FIGURES, figures
 from sim.advise.speed import PacedExecutor, RecordedSpeed
 from sim.advise.texts import RecordedDrafts, RecordedTokens, Texts, as_traced
 from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
-from sim.report.report import Record
+from sim.report.report import Objectives, Record
 from sim.report.timeline import Observer
 from sim.workload.sources import OpenLoop
 
-SIMILAR = 0.01  # relative difference in tokens/s below which the shorter gaps decide
-SHORTER = 0.05  # gaps shorter by this share are a reason to change settings
+SIMILAR = 0.01  # relative difference in goodput or tokens/s that is none
+SHORTER = WORSE = 0.05  # relative difference in p95 TPOT that counts, and in p95 TTFT if longer
 Row = dict[str, Any]  # the settings of a scenario and its figures, by name
 
 
@@ -55,6 +55,7 @@ class RecordedWorld(NamedTuple):
     fates: Mapping[str, Mapping[str, Fates]]
     model: DraftSizes | None = None
     speed: RecordedSpeed | None = None
+    targets: Objectives | None = None  # for the goodput
 
     def config_of(self, settings: ScenarioSettings) -> SchedulerConfig:
         """Return the configuration of an engine with these settings."""
@@ -87,15 +88,17 @@ class RecordedWorld(NamedTuple):
             make_request=lambda number, _: self.texts[str(number)].request,
         )
         drafts = report.speculation
-        measures = figures(
-            report.output_tokens,
-            report.duration_s,
-            [record.ttft_s for record in records],
-            [record.tpot_s for record in records if record.tpot_s is not None],
-        )
+        times = [(record.ttft_s, record.tpot_s, record.e2e_s) for record in records]
+        measures: Row = figures(report.output_tokens, report.duration_s, times, self.targets)
         measures["drafted_tokens"] = 0 if drafts is None else drafts.drafted_tokens
         measures["accepted_tokens"] = 0 if drafts is None else drafts.accepted_tokens
         return settings._asdict() | measures
+
+    def check(self, shift: float) -> Row:
+        """Serve the recorded arrivals with the recorded settings, on a machine that is slow at
+        other times than the recorded one: later by the share `shift` of the steps."""
+        speed = self.speed and self.speed.shifted(shift)
+        return self._replace(speed=speed).serve(ScenarioSettings.of(self.config))
 
     def _executor(self, config: SchedulerConfig, drafter: str | None) -> FakeExecutor:
         slots, acceptance = config.max_num_seqs, None
@@ -112,20 +115,30 @@ class RecordedWorld(NamedTuple):
         return FakeExecutor(**parts) if self.speed is None else PacedExecutor(self.speed, **parts)
 
 
+def largest_errors(rows: Iterable[Row], measured: Row) -> dict[str, float]:
+    """Return the largest error of each figure, relative to the measured one."""
+    errors = dict.fromkeys(FIGURES, 0.0)
+    for row, name in product(rows, FIGURES):
+        if row[name] and measured[name]:
+            errors[name] = max(errors[name], abs(row[name] / measured[name] - 1))
+    return errors
+
+
 def search(
     recorded: ScenarioSettings,
     choices: Mapping[str, Sequence[Any]],
     run: Callable[[list[ScenarioSettings]], Iterable[Row]],
+    errors: Mapping[str, float],
 ) -> list[Row]:
     """Try the recorded settings, then every lookahead with every drafter, then the other `choices`,
-    by setting, each with the best settings so far. Return the rows, the best first; `ratio` is
-    tokens/s relative to the recorded settings."""
+    by setting, each with the best settings so far. `errors` are those of `ranked`. Return the rows,
+    the best first, and equal ones as one; `ratio` is tokens/s relative to the recorded settings."""
     rows: dict[ScenarioSettings, Row] = {}
 
     def attempt(settings: Iterable[ScenarioSettings]) -> ScenarioSettings:
         new = [each for each in dict.fromkeys(settings) if each not in rows]
         rows.update(zip(new, run(new) if new else (), strict=True))
-        best = ranked(rows.values(), rows[recorded])[0]
+        best = ranked(rows.values(), rows[recorded], errors)[0]
         return next(each for each, row in rows.items() if row is best)
 
     pairs = product(choices["lookahead"], choices["drafter"] or (None,))
@@ -139,18 +152,51 @@ def search(
         best = attempt(best._replace(**{name: value}) for value in choices[name])
     for row in rows.values():
         row["ratio"] = (row["tokens_per_s"] or 0.0) / (rows[recorded]["tokens_per_s"] or 1.0)
-    return ranked(rows.values(), rows[recorded])
+    return ranked(merged(rows.values()), rows[recorded], errors)
 
 
-def ranked(rows: Iterable[Row], recorded: Row) -> list[Row]:
-    """Return the rows by tokens/s, the most first. The best is the one with the shortest gaps (p95
-    TPOT) among those with nearly the most (`SIMILAR`). The `recorded` settings stay the best while
-    they are among those, and their gaps are nearly the shortest (`SHORTER`)."""
-    ordered = sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0.0))
-    least = (1 - SIMILAR) * (ordered[0]["tokens_per_s"] or 0.0)
-    close = [row for row in ordered if (row["tokens_per_s"] or 0.0) >= least]
-    best = min(close, key=lambda row: row["tpot_p95_s"] or 0.0)
-    min_s = (1 - SHORTER) * (recorded["tpot_p95_s"] or 0.0)
-    if any(row is recorded for row in close) and min_s <= (best["tpot_p95_s"] or 0.0):
-        best = recorded
+def merged(rows: Iterable[Row]) -> list[Row]:
+    """Return one row for all with equal figures: the first. `same` are the settings of all."""
+    groups: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        settings = {name: row[name] for name in ScenarioSettings._fields}
+        figures = tuple(value for name, value in row.items() if name not in settings)
+        groups.setdefault(figures, row).setdefault("same", []).append(settings)
+    return list(groups.values())
+
+
+def ranked(rows: Iterable[Row], recorded: Row, errors: Mapping[str, float]) -> list[Row]:
+    """Return the rows, the best first, then by goodput or tokens/s.
+
+    The best has nearly the most goodput (`SIMILAR`). Without targets it is not worse (`WORSE`) than
+    the `recorded` settings in p95 TPOT and p95 TTFT. Of those it has nearly the most tokens/s, and
+    then the shortest gaps (p95 TPOT). The recorded settings are the best if no others have more, or
+    much shorter gaps (`SHORTER`). Differences in tokens/s and gaps within the relative `errors` of
+    the simulation are none."""
+
+    def value(row: Row, name: str) -> float:
+        return row.get(name) or 0.0
+
+    def near_most(rows: list[Row], name: str) -> list[Row]:
+        least = (1 - SIMILAR) * max(value(row, name) for row in rows)
+        return [row for row in rows if value(row, name) >= least]
+
+    def is_more(row: Row, name: str, share: float) -> bool:
+        return value(row, name) > (1 + share + errors.get(name, 0.0)) * value(recorded, name)
+
+    def is_worse(row: Row) -> bool:
+        longest = 1 + errors.get("tpot_p95_s", 0.0), 1.0
+        pairs = [(value(row, name), value(recorded, name)) for name in FIGURES[1:]]
+        worse = [a * b > (1 + WORSE) * c for b, (a, c) in zip(longest, pairs, strict=True)]
+        return row is not recorded and any(worse)
+
+    first = "goodput_per_s" if "goodput_per_s" in recorded else "tokens_per_s"
+    ordered = sorted(rows, key=lambda row: -value(row, first))
+    fair = near_most(ordered, first)
+    if first == "tokens_per_s":
+        fair = [row for row in ordered if not is_worse(row)]
+    best = min(near_most(fair, "tokens_per_s"), key=lambda row: value(row, "tpot_p95_s"))
+    shorter_s = (1 - SHORTER - errors.get("tpot_p95_s", 0.0)) * value(recorded, "tpot_p95_s")
+    if not is_more(best, first, SIMILAR) and value(best, "tpot_p95_s") >= shorter_s:
+        best = next((row for row in fair if row is recorded), best)
     return [best, *(row for row in ordered if row is not best)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,23 @@ class RecordedSpeed:
         self, spans: Sequence[Span], samples: Sequence[StepSample], cost: CostModel
     ) -> None:
         prices_s = np.array([sum(cost.step_s(sample.work)) for sample in samples])
-        times_s = np.maximum.accumulate(np.array(spans).ravel())
-        work_s = np.diff(times_s, prepend=0.0)  # by interval: the time between steps, a step, ...
-        work_s[1::2] = np.where(work_s[1::2] > 0, prices_s, 0.0)
-        self._times_s, self._work_s = times_s, np.cumsum(work_s)
+        self._times_s = np.maximum.accumulate(np.array(spans).ravel())
+        intervals_s = np.diff(self._times_s, prepend=0.0)  # between steps, a step, between, ...
+        self._between_s, self._steps_s = intervals_s[::2], intervals_s[1::2]
+        timed = self._steps_s > 0
+        self._speeds = np.divide(prices_s, self._steps_s, out=np.zeros_like(prices_s), where=timed)
+        self._work_s = self._cumulated(self._speeds)
+
+    def _cumulated(self, speeds: np.ndarray) -> np.ndarray:
+        works_s = np.stack([self._between_s, speeds * self._steps_s], axis=1)
+        return np.cumsum(works_s.ravel())
+
+    def shifted(self, share: float) -> RecordedSpeed:
+        """Return the speed of a machine that is slow at other times: later by a share of the
+        steps."""
+        other = copy(self)
+        other._work_s = self._cumulated(np.roll(self._speeds, int(share * len(self._speeds))))
+        return other
 
     def end_s(self, start_s: float, price_s: float) -> float:
         """Return the time at which a step of this price ends."""
