@@ -202,7 +202,7 @@ def test_a_short_trace_of_sessions_has_the_capacity_of_a_long_one(
     made = cbatch("trace", "generate", path, *law, "--seed", 3, *sessions)
     assert made.status == 0, made.err
     engine = ("--num-blocks", 4000, "--max-model-len", 500, "--max-num-seqs", 16)
-    slo = ("--step-seconds", 0.01, "--slo", "tpot=0.02", "--rate-scales", "40:160")
+    slo = ("--step-seconds", 0.01, "--slo", "tpot=0.02", "--rate-scales", "60:70")
     run = cbatch("sim", "capacity", path, *engine, *slo)
     (document,) = run.lines[-1]["scenarios"]
     assert document["ends"] == "between" and 128 < document["best"]["arrivals_per_s"] < 176, run.out

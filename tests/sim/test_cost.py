@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -315,15 +316,8 @@ QWEN_8B = ModelShape(
 )
 
 
-def device(total_bytes: float, usable_bytes: int | None = None, bf16_flops: float = 1e12) -> Gpu:
-    return Gpu(
-        bf16_flops=bf16_flops,
-        memory_bytes_per_s=1e9,
-        memory_bytes=int(total_bytes),
-        link_bytes_per_s=1e9,
-        source="made up",
-        usable_bytes=usable_bytes,
-    )
+def device(total_bytes: float, **more: Any) -> Gpu:
+    return structs.replace(GPU, memory_bytes=int(total_bytes), **more)
 
 
 def blocks(total_bytes: float, shape: ModelShape, tp: int = 1, **settings: object) -> int:
@@ -333,25 +327,14 @@ def blocks(total_bytes: float, shape: ModelShape, tp: int = 1, **settings: objec
 
 # Real runs by card: memory as CUDA reports it, and blocks of 16 in their logs or records. Versions,
 # from above: 0.19.0, 0.14 or so, 0.28.0, 0.28.0, 0.31.0 and 0.24.0.
+PRO_6000_BYTES, MORE = 101_976_440_832, {"gpu_memory_utilization": 0.92}
 RUNS = {
     "RTX 4090": (25_250_627_584, LLAMA_8B, 1, {"rules": "vllm-0.19"}, 2_588),
     "L20": (47.37 * GIB, QWEN_8B, 1, {"rules": "vllm-0.19"}, 11_804),
-    "RTX PRO 6000": (
-        101_976_440_832,
-        LLAMA_8B,
-        1,
-        {"gpu_memory_utilization": 0.92, "max_rows": 128},
-        35_913,
-    ),
-    "2 x RTX PRO 6000": (
-        101_976_440_832,
-        QWEN_32B,
-        2,
-        {"gpu_memory_utilization": 0.92, "max_rows": 128},
-        28_884,
-    ),
-    "A100": (79.25 * GIB, LLAMA_8B, 1, {"gpu_memory_utilization": 0.92}, 28_781),
-    "RTX 5090": (31.4 * GIB, QWEN_8B, 1, {"gpu_memory_utilization": 0.92}, 5_565),
+    "RTX PRO 6000": (PRO_6000_BYTES, LLAMA_8B, 1, MORE | {"max_rows": 128}, 35_913),
+    "2 x RTX PRO 6000": (PRO_6000_BYTES, QWEN_32B, 2, MORE | {"max_rows": 128}, 28_884),
+    "A100": (79.25 * GIB, LLAMA_8B, 1, MORE, 28_781),
+    "RTX 5090": (31.4 * GIB, QWEN_8B, 1, MORE, 5_565),
 }
 
 
