@@ -7,7 +7,7 @@ import pytest
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan
-from tests.checking.executor import Faults, ScriptedFault, SimExecutor
+from tests.checking.executor import Faults, SimExecutor
 from tests.checking.kv import ContractBreachError
 from tests.checking.language import reference_output
 from tests.checking.models import ScriptedAcceptance
@@ -145,21 +145,6 @@ def test_a_block_given_to_two_sequences_raises_in_the_same_step():
     other = admit("b", 1, prompt=(9, 8, 7, 6, 5), blocks=(3, 1))
     with pytest.raises(ContractBreachError, match="another prefix"):
         fake.run(plan((0, 0, 1, 0, 0, 1), (1, 0, 5, 0, 0, 1), changes=deltas(other)))
-
-
-def test_fault_needs_a_reset_and_then_a_snapshot():
-    fake = executor(faults=Faults(raise_at_runs=frozenset({1})))
-    fake.run(plan(PREFILL, changes=deltas(admit())))
-    for _ in range(2):
-        with pytest.raises(ScriptedFault):
-            fake.run(plan((0, 0, 1, 0, 0, 1)))
-    fake.reset()
-    again = plan((0, 1, 5, 0, 0, 1), changes=deltas(admit(generation=1)))
-    with pytest.raises(ContractBreachError, match="reset"):
-        fake.run(again)
-    fake.reset()
-    snapshot = deltas(admit(generation=1), reset=True)
-    assert len(fake.run(plan((0, 1, 5, 0, 0, 1), changes=snapshot)).tokens) == 1
 
 
 def test_non_finite_row_emits_nothing_and_its_blocks_must_be_zeroed():
