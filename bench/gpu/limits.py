@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from msgspec.structs import asdict
+from msgspec import to_builtins
 
 from sim.cost.shapes import ModelShape, load_shape
 from triton_kernels.attention import Heads
@@ -74,7 +74,7 @@ VOCAB = 128_256
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
     """Return the fields of a config.json."""
-    return asdict(shape) | {
+    return to_builtins(shape) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "head_dim": shape.head_size,

@@ -2,7 +2,7 @@
 memory traffic, whichever is longer (Williams et al. 2009, the roofline model).
 
 Near the corner of the roof both count, and below it each kernel has a shortest time. So the model
-adds what a data sheet leaves out, in ten constants of `RooflineConfig`. Each was read off kernels
+adds what a data sheet leaves out, in constants of `RooflineConfig`. Each was read off kernels
 that were timed alone on an H100 and an H200, or off steps of engines; a calibrated model needs none
 of them. Tensor parallelism is a ring all-reduce after attention and after the MLP.
 """
