@@ -31,14 +31,11 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speed_8bit: float = 2.0
 
 
-def gpu_names() -> list[str]:
-    return sorted(shipped("gpus.json"))
-
-
 def load_gpu(name: str) -> Gpu:
-    known = {key.lower(): value for key, value in shipped("gpus.json").items()}
+    gpus = shipped("gpus.json")
+    known = {key.lower(): value for key, value in gpus.items()}
     if name.lower() not in known:
-        raise FieldError("--gpu", f"{name!r} is unknown", f"use one of {', '.join(gpu_names())}")
+        raise FieldError("--gpu", f"{name!r} is unknown", f"use one of {', '.join(sorted(gpus))}")
     return msgspec.convert(known[name.lower()], Gpu)
 
 

@@ -145,7 +145,6 @@ def test_drafts_are_charged_at_their_depth_and_at_k_plus_one() -> None:
 
 def test_shapes_from_config_files(tmp_path: Path) -> None:
     fields = {
-        "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -158,6 +157,7 @@ def test_shapes_from_config_files(tmp_path: Path) -> None:
     for more, word in (
         ({"kv_lora_rank": 512}, "latent"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "'aqlm' is unknown"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
         ({"hidden_size": "big"}, "hidden_size"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields | more))
