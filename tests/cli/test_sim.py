@@ -208,26 +208,27 @@ def test_a_short_trace_of_sessions_has_the_capacity_of_a_long_one(
     assert document["ends"] == "between" and 128 < document["best"]["arrivals_per_s"] < 176, run.out
 
 
-def test_a_trace_that_is_much_too_short_is_reported(cbatch: Command, tmp_path: Path) -> None:
+def test_a_trace_that_is_much_too_short_is_reported(
+    cbatch: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine has unlimited slots, and the trace is too short to show a growing queue."""
+    monkeypatch.setattr("sim.report.capacity.MAX_REQUESTS", 1000)
     path = tmp_path / "long.jsonl"
     requests = [
-        TraceRequest(arrival_s=i * 1e-5, prompt_tokens=4, output_tokens=50) for i in range(9000)
+        TraceRequest(arrival_s=i * 1e-4, prompt_tokens=4, output_tokens=50) for i in range(900)
     ]
     write_requests(path, requests)
-    slots = ("--num-blocks", 90_000, "--max-model-len", 500, "--max-num-seqs", 20_000)
-    budget = ("--max-num-batched-tokens", 90_000, "--step-seconds", 0.01, "--slo", "tpot=1")
+    slots = ("--num-blocks", 9_000, "--max-model-len", 500, "--max-num-seqs", 2_000)
+    budget = ("--max-num-batched-tokens", 9_000, "--step-seconds", 0.01, "--slo", "tpot=1")
     run = cbatch("sim", "capacity", path, *slots, *budget, "--rate-scales", "0.5:1")
-    assert run.status == 0 and "too short to distinguish a burst from a steady load" in run.out, (
-        run.out
-    )
+    words = "too short to distinguish a burst from a steady load"
+    assert run.status == 0 and words in run.out, run.out
 
 
 def test_capacity_of_every_scenario_of_a_sweep(cbatch: Command, slow: Path) -> None:
-    swept = ("--sweep", "step-seconds=0.01,0.02", "--processes", 1)
-    run = cbatch(
-        "sim", "capacity", slow, *ONE_SLOT, *swept, "--slo", "ttft=0.3", "--goodput-share", 0.99
-    )  # fmt: skip
+    swept = ("--sweep", "step-seconds=0.01,0.02", "--processes", 1, "--rate-scales", "2:32")
+    level = ("--slo", "ttft=0.3", "--goodput-share", 0.99)
+    run = cbatch("sim", "capacity", slow, *ONE_SLOT, *swept, *level)
     assert run.status == 0, run.err
     fast, slow = (scenario["best"]["rate"] for scenario in run.lines[-1]["scenarios"])
     assert fast > 1.5 * slow and "step-seconds 0.02" in run.out
