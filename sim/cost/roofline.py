@@ -41,9 +41,8 @@ def load_gpu(name: str) -> Gpu:
 
 class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`shape` on `tensor_parallel_size` devices of type `gpu`, with a draft model or without.
-    `has_filters`: requests sample with top-p, top-k or min-p.
-
-    Efficiencies are the shares of the data sheet's peaks that good kernels reach."""
+    `has_filters`: requests sample with top-p, top-k or min-p. Efficiencies are the shares of the
+    data sheet's peaks that good kernels reach."""
 
     gpu: Gpu
     shape: ModelShape
