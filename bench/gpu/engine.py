@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec import structs
+from msgspec import to_builtins
 from torch import Tensor
 
 from bench.gpu.cells import Bench, Cell, NotAvailable, Row
@@ -112,7 +112,7 @@ def _cells(subject: Any, model: str, implementation: str, settings: Any) -> Iter
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
-    return structs.asdict(shape) | {
+    return to_builtins(shape) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "head_dim": shape.head_size,

@@ -91,6 +91,7 @@ def simulated(data: Path, run: Path, num_blocks: int | None) -> tuple[Measures, 
         block_size=BLOCK_TOKENS,
         max_num_seqs=engine["max_num_seqs"],
         max_num_batched_tokens=engine["max_num_batched_tokens"],
+        prompt_share=1.0,
     )
     simulation, records = build(scenario), list[Record]()
     report = simulation.run(on_record=records.append)

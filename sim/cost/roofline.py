@@ -2,7 +2,7 @@
 memory traffic, whichever is longer (Williams et al. 2009, the roofline model).
 
 Near the corner of the roof both count, and below it each kernel has a shortest time. So the model
-adds what a data sheet leaves out, in ten constants of `RooflineConfig`. Each was read off kernels
+adds what a data sheet leaves out, in constants of `RooflineConfig`. Each was read off kernels
 that were timed alone on an H100 and an H200, or off steps of engines; a calibrated model needs none
 of them. Tensor parallelism is a ring all-reduce after attention and after the MLP.
 """
@@ -31,22 +31,18 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speed_8bit: float = 2.0
 
 
-def gpu_names() -> list[str]:
-    return sorted(shipped("gpus.json"))
-
-
 def load_gpu(name: str) -> Gpu:
-    known = {key.lower(): value for key, value in shipped("gpus.json").items()}
+    gpus = shipped("gpus.json")
+    known = {key.lower(): value for key, value in gpus.items()}
     if name.lower() not in known:
-        raise FieldError("--gpu", f"{name!r} is unknown", f"use one of {', '.join(gpu_names())}")
+        raise FieldError("--gpu", f"{name!r} is unknown", f"use one of {', '.join(sorted(gpus))}")
     return msgspec.convert(known[name.lower()], Gpu)
 
 
 class RooflineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`shape` on `tensor_parallel_size` devices of type `gpu`, with a draft model or without.
-    `has_filters`: requests sample with top-p, top-k or min-p.
-
-    Efficiencies are the shares of the data sheet's peaks that good kernels reach."""
+    `has_filters`: requests sample with top-p, top-k or min-p. Efficiencies are the shares of the
+    data sheet's peaks that good kernels reach."""
 
     gpu: Gpu
     shape: ModelShape

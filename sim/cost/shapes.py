@@ -20,6 +20,7 @@ from sim.workload.traces.files import read_whole
 VALUE_BYTES = 2  # bf16
 MXFP4_BITS = 4.25  # 4, and a scale of 8 for 32 weights
 _SCALE_BITS = 16
+_NOT_A_CONFIG = (ValueError, AttributeError, TypeError, LookupError, StopIteration, RecursionError)
 _WITH_QK_NORMS = ("qwen3", "gemma3", "olmo2", "glm4_moe")
 _GROUP = 128  # weights that share a scale, unless the config says otherwise
 
@@ -124,7 +125,7 @@ def load_shape(model: str) -> ModelShape:
         return _shape_of(json.loads(read_whole(path)), path)
     except FieldError:
         raise
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, *_NOT_A_CONFIG) as error:
         raise FieldError(
             "--model",
             f"{model!r} is neither a known shape nor a config.json ({error})",
@@ -139,6 +140,7 @@ def shipped(name: str) -> dict[str, Any]:
 
 
 def _shape_of(config: dict[str, Any], path: Path) -> ModelShape:
+    config |= config.get("text_config", {})  # of a model that also sees images
     if config.get("kv_lora_rank"):
         remedy = "give a model with grouped-query attention"
         raise FieldError("--model", f"{path}: kv_lora_rank: latent attention", remedy)
@@ -147,14 +149,12 @@ def _shape_of(config: dict[str, Any], path: Path) -> ModelShape:
     if count:
         width = config.get("moe_intermediate_size") or config.get("intermediate_size")
         shared = config.get("shared_expert_intermediate_size")
-        shared = shared or config.get("n_shared_experts", 0) * width
+        shared = shared or (config.get("n_shared_experts") or 0) * width
         dense = config.get("first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
         fields |= {"num_experts": count, "moe_intermediate_size": width, "dense_layers": dense}
         fields |= {"shared_intermediate_size": shared}
-    given = config.get("quantization_config")
-    if given:
-        bits, has_8bit_products = _quantised(given, path)
-        fields |= {"weight_bits": bits, "has_8bit_products": has_8bit_products}
+    if given := config.get("quantization_config"):
+        fields["weight_bits"], fields["has_8bit_products"] = _quantised(given, path)
     return msgspec.convert(fields, ModelShape)
 
 

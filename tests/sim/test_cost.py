@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from sim.cost.pool import (
     recorded_blocks,
     reserved_bytes,
 )
-from sim.cost.roofline import Gpu, Roofline, RooflineConfig, load_gpu
+from sim.cost.roofline import Gpu, ModelRates, Roofline, RooflineConfig, load_gpu
 from sim.cost.shapes import ModelShape, load_shape
 from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
@@ -116,30 +117,21 @@ def test_constants_add_up_and_the_host_counts_if_it_is_slower() -> None:
     filters_s = Roofline(config(has_filters=True, filter_passes=3.0)).step_s(work)[1] - whole_s
     assert filters_s == pytest.approx(3 * 2 * SHAPE.vocab_size / 1e9)
     # Where arithmetic takes as long as memory, a mean of exponent 2 takes the root of 2 as long.
-    even = config(gpu=device(10**8, bf16_flops=1e9), corner=2.0)
-    rates = Roofline(even)._target
-    assert rates.roof(rates.token_s, rates.weights_s) == pytest.approx(
-        2**0.5 * 2 * LAYER_WEIGHTS / 1e9
-    )
+    even = ModelRates(config(gpu=device(10**8, bf16_flops=1e9), corner=2.0), SHAPE)
+    even_s = even.roof(even.token_s, even.weights_s)
+    assert even_s == pytest.approx(2**0.5 * 2 * LAYER_WEIGHTS / 1e9)
     # Two devices halve the work; of each of the ring's exchanges a device moves 2 tokens of 64
     # values of 2 bytes.
     whole_s = Roofline(config()).step_s(decoding(2, 100))[1]
-    shared_s = Roofline(config(tensor_parallel_size=2, link_latency_s=1e-4)).step_s(
-        decoding(2, 100)
-    )[1]
+    two = config(tensor_parallel_size=2, link_latency_s=1e-4)
+    shared_s = Roofline(two).step_s(decoding(2, 100))[1]
     exchange_s = 2 * 64 * 2 / 1e9 + 1e-4
     assert shared_s == pytest.approx(whole_s / 2 + 2 * SHAPE.num_hidden_layers * exchange_s)
 
 
 def test_drafts_are_charged_at_their_depth_and_at_k_plus_one() -> None:
-    draft = ModelShape(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=1000,
-    )
+    halves = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    draft = structs.replace(SHAPE, **halves, num_attention_heads=2)
     model = Roofline(config(draft=draft))
     deep = model.step_s(decoding(2, 100, depth=3, draft_context_tokens=100))[0]
     pass_bytes = 2 * (draft.layer_weights + draft.head_weights) + 2 * draft.small_token_bytes
@@ -153,7 +145,6 @@ def test_drafts_are_charged_at_their_depth_and_at_k_plus_one() -> None:
 
 def test_shapes_from_config_files(tmp_path: Path) -> None:
     fields = {
-        "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -166,6 +157,7 @@ def test_shapes_from_config_files(tmp_path: Path) -> None:
     for more, word in (
         ({"kv_lora_rank": 512}, "latent"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "'aqlm' is unknown"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
         ({"hidden_size": "big"}, "hidden_size"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(fields | more))
@@ -204,12 +196,8 @@ def test_few_tokens_read_few_experts_and_narrow_weights_and_keys_take_less() -> 
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     shape = structs.replace(SHAPE, **experts)
     expert_bytes = 2 * 2 * 3 * 64 * 64  # of both layers
-    one_s, two_s = (
-        Roofline(
-            config(shape=shape, corner=1.0, gpu=device(1e8, bf16_flops=1e30))
-        )._target.matrices_s(tokens, 0)
-        for tokens in (1, 2)
-    )
+    rates = ModelRates(config(corner=1.0, gpu=device(1e8, bf16_flops=1e30)), shape)
+    one_s, two_s = (rates.matrices_s(tokens, 0) for tokens in (1, 2))
     more_s = expert_bytes * (8 * (1 - 0.75**2) - 2) / 1e9 + 2 * shape.small_token_bytes / 1e9
     assert two_s - one_s == pytest.approx(more_s)
     narrow = structs.replace(SHAPE, weight_bits=8.0, has_8bit_products=True, kv_bytes=1)
@@ -218,7 +206,7 @@ def test_few_tokens_read_few_experts_and_narrow_weights_and_keys_take_less() -> 
     )
     saved_bytes = LAYER_WEIGHTS + 500 * SHAPE.kv_token_bytes
     assert wide_s - narrow_s == pytest.approx(saved_bytes / 1e9)
-    assert Roofline(config(shape=narrow))._target.token_s == LAYER_WEIGHTS / 1e12
+    assert ModelRates(config(), narrow).token_s == LAYER_WEIGHTS / 1e12
 
 
 # -- real runs
@@ -236,13 +224,10 @@ def test_the_steps_of_an_8b_on_an_h200_are_predicted_within_eight_percent() -> N
             continue
         rows, drafts = row["batch"], round(row["batch"] * row["drafts_a_row"])
         context = round(rows * row["context_tokens"])
-        depth = round(row["drafts_a_row"])
-        work = decoding(rows, context + drafts, drafts=drafts, depth=depth)
+        work = decoding(rows, context + drafts, depth=round(row["drafts_a_row"]))
         work.draft_context_tokens, work.ingested_tokens = context, round(0.24 * drafts / 4)
-        filters = row["sampling"] == "top_p"
-        h200 = RooflineConfig(
-            gpu=load_gpu("H200"), shape=LLAMA_8B, draft=draft, has_filters=filters
-        )
+        h200 = RooflineConfig(gpu=load_gpu("H200"), shape=LLAMA_8B, draft=draft)
+        h200 = structs.replace(h200, has_filters=row["sampling"] == "top_p")
         ratio = sum(Roofline(h200).step_s(work)) / (row["step_ms"] / 1e3)
         errors[row["lookahead"], row["sampling"], rows] = ratio - 1
     assert len(errors) == 16 and max(map(abs, errors.values())) < 0.08, errors
@@ -250,25 +235,19 @@ def test_the_steps_of_an_8b_on_an_h200_are_predicted_within_eight_percent() -> N
 
 @pytest.mark.shared_data
 def test_a_public_run_of_vllm_on_an_h100_is_predicted() -> None:
-    """One or two requests of each client give the same errors as the run's own number, which takes
-    six times as long. The worst cell, 16 clients with prompts of 1,024, probably found prompts of
-    the cell before it in the prefix cache."""
+    """One or two requests of each client give the errors of the run's own number. The worst cell,
+    16 clients with prompts of 1,024, probably found those of the cell before it in the cache."""
     if not H100_CELLS.is_file():
         pytest.skip(f"{H100_CELLS} is absent")
-    config = SchedulerConfig(
-        num_blocks=23_564,
-        max_num_seqs=1024,
-        max_model_len=40_960,
-        max_num_batched_tokens=8192,
-        prompt_share=1.0,
-    )
+    sizes = {"num_blocks": 23_564, "max_num_seqs": 1024, "max_num_batched_tokens": 8192}
+    config = SchedulerConfig(**sizes, max_model_len=40_960, prompt_share=1.0)
     errors = []
     for cell in csv.DictReader(H100_CELLS.read_text(encoding="utf-8").splitlines()):
         prompt, output, clients, requests = map(int, list(cell.values())[:4])
-        rounds = 2 if output == 128 else 1
+        count = min(requests, clients * (2 if output == 128 else 1))
         same = (
             TraceRequest(arrival_s=0.0, prompt_tokens=prompt, output_tokens=output)
-            for _ in range(min(requests, rounds * clients))
+            for _ in range(count)
         )
         cost = Roofline(RooflineConfig(gpu=load_gpu("H100"), shape=QWEN_8B))
         executor = FakeExecutor(max_num_seqs=1024, cost=cost)
@@ -315,15 +294,8 @@ QWEN_8B = ModelShape(
 )
 
 
-def device(total_bytes: float, usable_bytes: int | None = None, bf16_flops: float = 1e12) -> Gpu:
-    return Gpu(
-        bf16_flops=bf16_flops,
-        memory_bytes_per_s=1e9,
-        memory_bytes=int(total_bytes),
-        link_bytes_per_s=1e9,
-        source="made up",
-        usable_bytes=usable_bytes,
-    )
+def device(total_bytes: float, **more: Any) -> Gpu:
+    return structs.replace(GPU, memory_bytes=int(total_bytes), **more)
 
 
 def blocks(total_bytes: float, shape: ModelShape, tp: int = 1, **settings: object) -> int:
@@ -333,25 +305,14 @@ def blocks(total_bytes: float, shape: ModelShape, tp: int = 1, **settings: objec
 
 # Real runs by card: memory as CUDA reports it, and blocks of 16 in their logs or records. Versions,
 # from above: 0.19.0, 0.14 or so, 0.28.0, 0.28.0, 0.31.0 and 0.24.0.
+PRO_6000_BYTES, MORE = 101_976_440_832, {"gpu_memory_utilization": 0.92}
 RUNS = {
     "RTX 4090": (25_250_627_584, LLAMA_8B, 1, {"rules": "vllm-0.19"}, 2_588),
     "L20": (47.37 * GIB, QWEN_8B, 1, {"rules": "vllm-0.19"}, 11_804),
-    "RTX PRO 6000": (
-        101_976_440_832,
-        LLAMA_8B,
-        1,
-        {"gpu_memory_utilization": 0.92, "max_rows": 128},
-        35_913,
-    ),
-    "2 x RTX PRO 6000": (
-        101_976_440_832,
-        QWEN_32B,
-        2,
-        {"gpu_memory_utilization": 0.92, "max_rows": 128},
-        28_884,
-    ),
-    "A100": (79.25 * GIB, LLAMA_8B, 1, {"gpu_memory_utilization": 0.92}, 28_781),
-    "RTX 5090": (31.4 * GIB, QWEN_8B, 1, {"gpu_memory_utilization": 0.92}, 5_565),
+    "RTX PRO 6000": (PRO_6000_BYTES, LLAMA_8B, 1, MORE | {"max_rows": 128}, 35_913),
+    "2 x RTX PRO 6000": (PRO_6000_BYTES, QWEN_32B, 2, MORE | {"max_rows": 128}, 28_884),
+    "A100": (79.25 * GIB, LLAMA_8B, 1, MORE, 28_781),
+    "RTX 5090": (31.4 * GIB, QWEN_8B, 1, MORE, 5_565),
 }
 
 

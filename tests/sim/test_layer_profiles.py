@@ -176,23 +176,22 @@ def test_bad_profiles_name_their_place(
 # -- a real run
 
 
-def errors(num_blocks: int | None = None) -> dict[str, float]:
+def errors() -> dict[str, float]:
     """Return the errors of the means, as the benchmark prints them."""
     run = MEASURED / "vllm_runs" / simulator_vllm.RUN
-    simulated, _ = simulator_vllm.simulated(MEASURED, run, num_blocks or 33_000)
+    simulated, _ = simulator_vllm.simulated(MEASURED, run, 33_000)
     rows = simulator_vllm.compare(simulator_vllm.measured(run / "requests.jsonl"), simulated)
     return {row["measure"]: row["error"] for row in rows if row["cut"] == "mean"}
 
 
 @pytest.mark.shared_data
 def test_a_real_vllm_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The errors are within the required bounds. They are not with a wrong pool, or if attention
-    costs the same for any contexts of the rows."""
+    """The errors are within the required bounds. They are not if attention costs the same for any
+    contexts of the rows."""
     if not MEASURED.is_dir():
         pytest.skip(f"{MEASURED} is absent")
-    bounds = {"ttft_ms": 0.08, "tpot_ms": 0.02, "e2e_ms": 0.03}
+    bounds = {"ttft_ms": 0.03, "tpot_ms": 0.02, "e2e_ms": 0.03}
     actual = errors()
     assert all(abs(actual[name]) <= bound for name, bound in bounds.items())
-    assert errors(6000)["ttft_ms"] > 0.5
     monkeypatch.setattr(sim.cost.layer_profiles.Skew, "share", lambda *_: 0.0)
     assert abs(errors()["tpot_ms"]) > bounds["tpot_ms"]

@@ -67,7 +67,7 @@ def summarise(requests: Iterable[TraceRequest]) -> TraceSummary:
         span_s=last_s,
         rate_per_s=(count - 1) / last_s if last_s > 0 else None,
         gap_cv=float(gaps_s.std()) / mean_s if mean_s > 0 else None,
-        same_stamp_share=np.count_nonzero(gaps_s == 0) / count,
+        same_stamp_share=int(np.count_nonzero(gaps_s == 0)) / count,
         peak_minute_ratio=max(minutes.values()) * num_minutes / count if num_minutes > 1 else None,
         empty_minutes=num_minutes - len(minutes),
         prompt_tokens=_spread(prompts),

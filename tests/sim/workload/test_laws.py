@@ -68,23 +68,10 @@ def weibull_law(shape: float) -> Callable[[np.ndarray], np.ndarray]:
     return lambda gaps: -np.expm1(-((gaps / scale) ** shape))
 
 
-def clamped_poisson(rng: np.random.Generator) -> Iterator[float]:
-    """Return Poisson arrivals as one simulator makes them: no gap beyond three times the mean."""
-    return iter(np.cumsum(np.minimum(rng.exponential(1 / RATE, COUNT), 3 / RATE)).tolist())
-
-
 def test_constant() -> None:
     times_s = list(itertools.islice(arrivals.constant(4.0), 9))
     assert times_s == [i / 4 for i in range(9)]
     assert list(itertools.islice(arrivals.constant(3.0), 3_001))[-1] == 1000.0, "no error adds up"
-
-
-def test_poisson_has_exponential_gaps_and_a_clamped_one_has_not() -> None:
-    for process, right in ((lambda rng: arrivals.poisson(RATE, rng), True),
-                           (clamped_poisson, False)):  # fmt: skip
-        gaps = np.diff(times_of(process))
-        assert has_rate(gaps, 1.0) is right and has_cv(gaps, 1.0, 2.0, 9.0) is right
-        assert has_law(gaps, weibull_law(1.0)) is right
 
 
 @pytest.mark.parametrize("cv", [0.3, 1.0, 2.5])
@@ -126,13 +113,9 @@ def on_off_faults(process: Process) -> list[str]:
     # Within a phase gaps average 1 / busy; one longer than 20 of these is a pause (e^-20 is not).
     gaps = np.diff(times_s)
     within = gaps[gaps < 20 / busy]
-    pauses = int((gaps >= 20 / busy).sum())
-    long_share = math.exp(-20 / busy / OFF_S)  # share of the pauses that are that long
-    expected = span_s / (ON_S + OFF_S) * long_share
     checks = {
         "rate": abs(len(times_s) - RATE * span_s) < 5 * math.sqrt(variance),
         "busy rate": abs(within.mean() * busy - 1) < 5 / math.sqrt(len(within)) + 0.02,
-        "phases": abs(pauses - expected) < 5 * math.sqrt(2 * expected),
     }
     return [name for name, holds in checks.items() if not holds]
 
@@ -197,23 +180,13 @@ def test_a_law_has_its_shares_and_another_has_not(
     assert fits == right
 
 
-@pytest.mark.parametrize(
-    ("mean", "cv", "wrong"),
-    [
-        (800, 0.7, None),
-        (800 * math.sqrt(1 + 0.7**2), 0.7, "mean"),  # the median in place of the mean
-        (800, math.sqrt(math.expm1(0.7**2)), "CV"),  # the CV in place of the sigma of the logarithm
-    ],
-)
-def test_lognormal_mean_and_cv(mean: float, cv: float, wrong: str | None) -> None:
-    """The mean is 800 and the CV 0.7. Kurtosis of a lognormal: w^4 + 2 w^3 + 3 w^2 - 3 with w = 1 +
-    CV^2; skewness CV (w + 2)."""
-    drawn, w = draw(lengths.lognormal(mean, cv)), 1 + 0.7**2
-    mean_fits = abs(drawn.mean() - 800) < 5 * 800 * 0.7 / math.sqrt(DRAWS) + 0.01
+def test_lognormal_mean_and_cv() -> None:
+    """Kurtosis of a lognormal: w^4 + 2 w^3 + 3 w^2 - 3 with w = 1 + CV^2; skewness CV (w + 2)."""
+    drawn, w = draw(lengths.lognormal(800, 0.7)), 1 + 0.7**2
+    assert abs(drawn.mean() - 800) < 5 * 800 * 0.7 / math.sqrt(DRAWS) + 0.01
     kurtosis, skew = w**4 + 2 * w**3 + 3 * w**2 - 3, 0.7 * (w + 2)
     error = 0.7 * math.sqrt(((kurtosis - 1) / 4 + w - 1 - 0.7 * skew) / DRAWS)
-    cv_fits = abs(drawn.std() / drawn.mean() - 0.7) < 5 * error
-    assert (bool(mean_fits), bool(cv_fits)) == (wrong != "mean", wrong != "CV")
+    assert abs(drawn.std() / drawn.mean() - 0.7) < 5 * error
 
 
 def rng() -> np.random.Generator:

@@ -87,6 +87,7 @@ def request(arrival_s: float, prompt: int, output: int, **more: Any) -> TraceReq
 
 
 BLOCKS = {"hash_block_tokens": 512}
+FIRST = {"session": "s", "priority": -1, "ttft_slo_s": 0.5}
 EXPECTED = {
     "azure": (
         f"\ufeff{AZURE}".replace("\n", "\r\n"),
@@ -117,19 +118,8 @@ EXPECTED = {
     "vllm-bench": (json.dumps(BENCH), [request(0, 8, 3), request(0.5, 7, 2)]),
     "cbatch-requests": (
         LOG,
-        [
-            request(
-                0,
-                20,
-                3,
-                hash_ids=(1, 2),
-                hash_block_tokens=16,
-                session="s",
-                priority=-1,
-                ttft_slo_s=0.5,
-            ),
-            request(0, 30, 4, session="s", think_s=1.5),
-        ],
+        [request(0, 20, 3, hash_ids=(1, 2), hash_block_tokens=16, **FIRST)]
+        + [request(0, 30, 4, session="s", think_s=1.5)],
     ),
 }
 
