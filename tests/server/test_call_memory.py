@@ -22,6 +22,7 @@ from tests.toy_engine import make_engine
 
 BIG = 2**20
 LONG = "u" * BIG
+SAID = {"role": "assistant", "content": LONG}
 HOG: dict[str, Any] = {"prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
 SHORT = {"prompt": "a", "max_tokens": 2}
 JUNK = body_of(CHAT, max_tokens=1, junk=LONG)
@@ -41,9 +42,9 @@ def served(limit_bytes: int = LIMIT_BYTES, **options: Any) -> Iterator[tuple[Cli
     ("path", "change"),
     [
         (CHAT, {"junk": LONG, "stream": True}),
-        (CHAT, {"messages": [{"role": "system", "content": LONG}, USER]}),
+        (CHAT, {"messages": [USER, SAID, USER]}),
         (RESPONSES, {"store": False, "junk": LONG}),
-        (MESSAGES, {"system": LONG}),
+        (MESSAGES, {"messages": [USER, SAID, USER]}),
         (MESSAGES, {"junk": [LONG], "stream": True}),
     ],
 )

@@ -25,8 +25,9 @@ from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.heap import freeze_heap
 from tests.process.factories import SimFactory
 from tests.process.watching import kill_and_restart
+from tests.server.engines import Served, serving_process
 from tests.server.http_client import sample, wait_until
-from tests.server.processes import Answer, Served, call, serving_process
+from tests.server.raw_calls import Answer, call
 from tests.test_llm import write_model
 from tests.toy_engine import TOKENIZER, make_engine
 
