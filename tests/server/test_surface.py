@@ -94,20 +94,6 @@ def test_a_prompt_can_be_cut_to_its_end(client: Client, stream: bool) -> None:
     assert TOKENIZER.decode(ids) == text and len(ids) == 4
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, TOKENIZER.encode(PROMPT)], ids=["text", "ids"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_with_echo_is_the_prompt_alone(client: Client, prompt: Any, stream: bool) -> None:
-    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "seed": 1, "n": 2}
-    if stream:
-        *events, last = client.stream(body | {"stream_options": {"include_usage": True}})
-        choices, usage = [event["choices"][0] for event in events], last["usage"]
-    else:
-        _, answer, _ = client.post(body)
-        choices, usage = answer["choices"], answer["usage"]
-    assert [(each["text"], each["finish_reason"]) for each in choices] == [(PROMPT, "length")] * 2
-    assert usage["completion_tokens"] == 0
-
-
 def test_speculation_statistics_in_the_format_of_load_tools(client: Client) -> None:
     body = BODY | {"return_metrics": True, "max_tokens": 60}
     metrics = client.stream(body)[-1]["metrics"]
