@@ -42,10 +42,8 @@ def served(limit_bytes: int = LIMIT_BYTES, **options: Any) -> Iterator[tuple[Cli
     ("path", "change"),
     [
         (CHAT, {"junk": LONG, "stream": True}),
-        (CHAT, {"messages": [USER, SAID, USER]}),
         (RESPONSES, {"store": False, "junk": LONG}),
         (MESSAGES, {"messages": [USER, SAID, USER]}),
-        (MESSAGES, {"junk": [LONG], "stream": True}),
     ],
 )
 def test_a_body_is_released_when_its_prompt_is_tokenized(path: str, change: Any) -> None:
