@@ -1,4 +1,4 @@
-"""Engines with slow steps in a server, so that calls overlap as a test wants."""
+"""Servers with slow engines, so that calls overlap as a test wants, and with engine processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,10 +14,12 @@ import pytest
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.engine import Engine
+from cbatch.kv_events.publisher import KVEventPublisher
 from cbatch.process.client import EngineClient
+from cbatch.process.server import EngineProcess, Factory
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.server.serving.service import EngineService
-from cbatch.text import ChatTemplate
+from cbatch.text import ChatTemplate, TextTokenizer
 from tests.checking.executor import SimExecutor
 from tests.process.factories import SimFactory
 from tests.process.threads import EngineThread
@@ -58,3 +61,27 @@ def one_slot(limits: Limits, **options: Any) -> Iterator[OneSlot]:
     service = EngineService(EngineClient(partial(EngineThread, core)), TOKENIZER, limits=limits)
     with serving_service(service, TOKENIZER, chat_template=FIRST_CONTENT, **options) as client:
         yield OneSlot(client, service, core.scheduler)
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Served(NamedTuple):
+    client: Client
+    service: EngineService
+    engine: EngineClient
+
+
+@contextmanager
+def serving_process(
+    factory: Factory,
+    limits: Limits | None = None,
+    tokenizer: TextTokenizer = TOKENIZER,
+    kv_events: KVEventPublisher | None = None,
+) -> Iterator[Served]:
+    """Serve HTTP in a thread, so that the test can inspect the server, with the engine in a
+    process."""
+    engine = EngineClient(partial(EngineProcess, factory))
+    service = EngineService(engine, tokenizer, limits=limits, kv_events=kv_events)
+    with serving_service(service, tokenizer) as client:
+        yield Served(client, service, engine)

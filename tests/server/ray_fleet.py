@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
 from cbatch.cli.ray_serve import ENVIRONMENT, NAME, build
-from tests.server.processes import ROOT
+from tests.server.engines import ROOT
 from tests.server.raw_calls import decoded, post
 
 PORT = 8123

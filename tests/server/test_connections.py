@@ -96,10 +96,10 @@ def test_a_connection_without_a_request_is_closed(client: Client, sent: bytes, m
 def test_a_partial_pipelined_request_does_not_end_the_answer_before_it(client: Client) -> None:
     """The time limit of a partial pipelined request begins after the response to the one before
     it."""
-    stream = post(LONG | {"seed": 1})
+    stream = post(LONG | {"seed": 1, "max_tokens": 3000})
     answers = run(during_honest_calls(client.port, exchange(client.port, stream + GET[:9])))
     assert statuses(answers) == [200, 408]
-    assert b"data: [DONE]\n\n" in answers and answers.count(b"data: ") > 1000
+    assert b"data: [DONE]\n\n" in answers and answers.count(b"data: ") > 500
 
 
 def test_a_rejected_call_is_not_read_and_a_slow_body_frees_its_keys_place() -> None:

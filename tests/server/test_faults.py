@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from cbatch import LLM, SamplingParams
-from cbatch.core.request.from_json import sampling_from_json
+from cbatch import SamplingParams
 from cbatch.engine.model_files import load_tokenizers
 from cbatch.engine.options import EngineOptions
 from cbatch.llm import complete_all
@@ -25,8 +24,9 @@ from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.heap import freeze_heap
 from tests.process.factories import SimFactory
 from tests.process.watching import kill_and_restart
+from tests.server.engines import Served, serving_process
 from tests.server.http_client import sample, wait_until
-from tests.server.processes import Answer, Served, call, serving_process
+from tests.server.raw_calls import Answer, call
 from tests.test_llm import write_model
 from tests.toy_engine import TOKENIZER, make_engine
 
@@ -153,21 +153,17 @@ def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
     """Streams of a real (tiny) pair, whose engine is killed. One has a grammar, another one free
     text before it."""
     target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
-    settings: dict[str, Any] = {"numerics": "invariant", "random_weights_seed": 0}
-    settings["lookahead"] = "fixed:3"
+    options = EngineOptions(numerics="invariant", random_weights_seed=0, lookahead="fixed:3")
+    tokenizer = load_tokenizers(target, draft, options)
+    assert tokenizer is not None
     bodies = [
         body(i, 200 - i, temperature=i % 2, prompt=f"def f{i}(a", ignore_eos=True)
         | GRAMMARS.get(i % 8, {})
         for i in range(10)
     ]
-    fields = ("max_tokens", "seed", "temperature", "ignore_eos", "structured_outputs")
-    params = [
-        sampling_from_json({name: each[name] for name in fields if name in each}) for each in bodies
-    ]
-    prompts = [str(each["prompt"]) for each in bodies]
-    undisturbed = [c.text for c in LLM(target, draft, **settings).generate(prompts, params)]
 
-    async def scene(served: Served) -> list[Answer]:
+    async def scene(served: Served) -> tuple[list[Answer], list[Answer]]:
+        undisturbed = await crowd(served.client.port, bodies)
         streams = asyncio.create_task(crowd(served.client.port, bodies))
         goal = served.engine.num_tokens + 300
         while served.engine.num_tokens < goal:
@@ -175,15 +171,10 @@ def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
         assert served.service.num_requests > 6
         await kill_and_restart(served.engine)
-        return await streams
+        return undisturbed, await streams
 
-    options = EngineOptions(**settings)
-    tokenizer = load_tokenizers(target, draft, options)
-    assert tokenizer is not None
     with serving_process(EngineFactory(target, draft, options), tokenizer=tokenizer) as served:
-        # The first call with a grammar starts the grammar compiler.
-        asyncio.run(call(served.client.port, bodies[6] | {"max_tokens": 1}))
-        answers = asyncio.run(scene(served))
+        undisturbed, answers = asyncio.run(scene(served))
         assert served.engine.num_starts == 2
         assert sample(served.client, "cbatch:engine_restarts_total") == 1
-    assert [answer.text for answer in answers] == undisturbed
+    assert [each.text for each in answers] == [each.text for each in undisturbed]

@@ -19,7 +19,7 @@ from cbatch.text.chat_format import surrounding_grammar
 from cbatch.text.forced_tools import ToolCallPart
 from cbatch.text.reply_reader import ReplyReader
 from cbatch.text.tool_parsers import THOUGHTS
-from tests.server.apis import CHAT, MESSAGES, RESPONSES, body_of
+from tests.server.apis import CHAT, body_of
 from tests.server.parsing import read
 from tests.server.scripted import EOS, QWEN, tokenizer_with
 
@@ -123,7 +123,6 @@ def test_a_thought_closed_by_the_prompt_needs_no_surrounding_grammar(name: str) 
 
 # ---- or calls ------------------------------------------------------------------------------------
 
-INNER = {"type": "json_schema", "schema": SCHEMA}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 FREE, STRICT = "free", "strict.one"  # names of functions
 FUNCTIONS = [{"name": FREE}, {"name": STRICT, "parameters": SCHEMA, "strict": True}]
@@ -267,24 +266,3 @@ def test_an_own_surrounding_grammar_is_kept_and_tools_are_checked() -> None:
     assert "tools[1].function.strict" in request.ignored
     with pytest.raises(FieldError, match=r"tools\[1\].function.name: 'free' appears twice"):
         request_of(form, tools=[TOOLS[0], TOOLS[0]])
-
-
-FORMAT_OF: dict[str, dict[str, Any]] = {
-    CHAT: {"tools": TOOLS, "response_format": FORMAT},
-    RESPONSES: {
-        "tools": [{"type": "function", **each} for each in FUNCTIONS],
-        "text": {"format": INNER | {"name": "x"}},
-    },
-    MESSAGES: {
-        "tools": [{"name": each["name"], "input_schema": {"type": "object"}} for each in FUNCTIONS],
-        "output_config": {"format": INNER},
-    },
-}
-
-
-@pytest.mark.parametrize("path", FORMAT_OF)
-def test_in_every_api(path: str) -> None:
-    _, outputs = constrained(read(path, body_of(path) | FORMAT_OF[path], "", max_model_len=4096))
-    for before in ("", "<think>a</think>\n\n"):
-        assert takes(QWEN, outputs, before + FORMS["hermes"].write((FREE, "{}")))
-        assert takes(QWEN, outputs, before + ANSWER) and not takes(QWEN, outputs, before + OTHER)

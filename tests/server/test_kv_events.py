@@ -22,8 +22,9 @@ from tests.checking.invariants import check_scheduler
 from tests.helpers import World, make_request
 from tests.kv_events.client import WAIT_MS, Subscriber, subscribed
 from tests.process.factories import SIZES, SimFactory
+from tests.server.engines import Served, serving_process
 from tests.server.http_client import sample
-from tests.server.processes import Answer, Served, call, serving_process
+from tests.server.raw_calls import Answer, call
 from tests.toy_engine import TOKENIZER
 
 BODY: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 40, "return_token_ids": True}
@@ -127,8 +128,9 @@ def test_cache_and_log_after_the_engines_death(tmp_path: Path) -> None:
         check_scheduler(replay(engine, on_commit=count))
     assert emitted > 400
     recorded = joined(map(RecordedRun, engines_of(log.events)))
-    assert len(recorded) == 10 and all(each.ended for each in recorded)
+    assert len(recorded) == 10
     salted = [each for each in recorded if each.request.cache_salt == "alice"]
+    assert all(each.ended for each in salted)
     lengths = {each.request.seed: len(each.output) for each in salted}
     assert lengths == {i: len(ids_of(answer)[1]) for i, answer in enumerate(answers[:8])}
 

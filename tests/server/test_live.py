@@ -28,9 +28,8 @@ from cbatch.server.serving import live_feed as live_module
 from cbatch.server.serving.live_feed import MAX_UNREAD, LiveFeed
 from cbatch.server.serving.metrics import Metrics
 from tests.process.factories import SimFactory
-from tests.server.engines import PROMPT, SlowEngine
+from tests.server.engines import PROMPT, SlowEngine, serving_process
 from tests.server.http_client import Client, serving, wait_until
-from tests.server.processes import serving_process
 from tests.toy_engine import TOKENIZER, make_engine
 
 FOLDER = Path(cbatch.server.http.__file__).parent / "page"

@@ -24,8 +24,9 @@ from cbatch.server.serving.replies import CompletionEncoder, Replies
 from cbatch.server.serving.request_record import RequestRecord
 from cbatch.server.serving.service import EngineService
 from cbatch.text.output_processor import LiveChoice
+from tests.server.engines import Served, serving_process
 from tests.server.http_client import wait_until
-from tests.server.processes import Answer, Served, call, serving_process
+from tests.server.raw_calls import Answer, call
 from tests.server.test_faults import SIM, assert_nothing_is_left, body, expected
 
 NUM_CALLS, MAX_TOKENS = 4, 12

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.processes import ROOT
+from tests.server.engines import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 MIN_SHARE = 0.8  # of the rate of two servers without a proxy; 0.87 to 0.89 were measured

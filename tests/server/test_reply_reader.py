@@ -271,11 +271,11 @@ def test_any_fragments_are_read_the_same_however_they_are_cut(
 @pytest.mark.parametrize("formats", REPLIES, ids=str)
 def test_text_that_begins_no_mark_comes_at_once(formats: tuple[str | None, str]) -> None:
     begin = FINAL if formats[1] == "harmony" else ""
-    for text, held in (("Yes, it is", ""), ("Is a < b", ""), ("a\n\nb", ""), ("So ", " ")):
+    for text, pending in (("Yes, it is", ""), ("Is a < b", ""), ("a\n\nb", ""), ("So ", " ")):
         reader = reader_of(Script(*formats, text))
         reader.push(begin)
         shown = "".join(str(part) for part in reader.push(text))
-        assert shown in (text, text.removesuffix(held)), text
+        assert shown in (text, text.removesuffix(pending)), text
 
 
 @given(

@@ -158,8 +158,8 @@ def test_few_names_of_unknown_members_are_kept(path: str, monkeypatch: Any) -> N
     monkeypatch.setattr(translation, "rename", lambda *args: renamed.append(args) or rename(*args))
     names = {f"a{number}": 1 for number in range(9_000)}
     body = body_of(path)
-    for each in (body | names, body | {prompt_field(path): [USER | names] * 3}):
-        assert len(read(path, each).ignored) <= 128 and len(renamed) <= 128
+    for longer in (body | names, body | {prompt_field(path): [USER | names] * 3}):
+        assert len(read(path, longer).ignored) <= 128 and len(renamed) <= 128
 
 
 # ---- defaults and neutral values -----------------------------------------------------------------
@@ -287,11 +287,11 @@ CHANGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_tokenize_counts_the_prompt_of_the_call(change: dict[str, Any]) -> None:
     template = TEMPLATE + "{% if add_generation_prompt %}[assistant]{% endif %}"
-    asked = {"messages": [USER]}
-    used = ids_of(read(CHAT, asked | change, template))
+    plain_body = {"messages": [USER]}
+    used = ids_of(read(CHAT, plain_body | change, template))
     counted, plain = (
         json.loads(tokenize(json.dumps(body).encode(), model(template)))
-        for body in (asked | change, asked)
+        for body in (plain_body | change, plain_body)
     )
     assert counted["tokens"] == used and counted["count"] == len(used)
     assert (len(used) == plain["count"]) is (change.get("tool_choice") == "none")
@@ -310,6 +310,6 @@ def test_names_of_tools_may_be_long(length: int) -> None:
     listed = {path: [TOOLS[path][0] | {"name": name}] for path in (RESPONSES, MESSAGES)}
     listed[CHAT] = [named("function", function={"name": name, "parameters": SCHEMA})]
     space = [named("namespace", name=name, tools=listed[RESPONSES])]
-    for path, each in [*listed.items(), (RESPONSES, space)]:
-        body = body_of(path, tools=each)
+    for path, named_tools in [*listed.items(), (RESPONSES, space)]:
+        body = body_of(path, tools=named_tools)
         assert f"{name}:" in prompt_of(read(path, body, max_model_len=4096))

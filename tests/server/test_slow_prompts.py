@@ -145,7 +145,7 @@ def test_a_slow_prompt_waits_for_a_worker_only_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prompts_module, "WAIT_S", 0.2)
-    limits = Limits(prompt_timeout_s=2)
+    limits = Limits(prompt_timeout_s=1)
     with serving(make_engine(), limits, chat_template=SLOW_TEMPLATE) as client:
         calls = [post(SLOW_CHAT, b"connection: close", path=CHAT.encode())] * 6
 

@@ -4,10 +4,12 @@ and text are real, the model is the simulator's."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +17,14 @@ from litestar import Litestar
 
 from cbatch import SamplingParams
 from cbatch.llm import complete_all
+from cbatch.runtime.gpu.capture import SHAPED
 from cbatch.server.serving.metrics import Metrics
 from cbatch.server.serving.replies import Replies
 from tests.checking.executor import Faults
+from tests.engine.late import held_kernels
 from tests.server.apis import APIS, CHAT, COMPLETIONS, body_of
 from tests.server.engines import PROMPT
-from tests.server.http_client import JSON, MODEL, Client, call, events_of, serving
+from tests.server.http_client import JSON, MODEL, Client, call, events_of, serving, wait_until
 from tests.toy_engine import TOKENIZER, make_engine
 
 BODY = {"prompt": PROMPT, "max_tokens": 20, "seed": 5}
@@ -88,20 +92,6 @@ def test_a_prompt_can_be_cut_to_its_end(client: Client, stream: bool) -> None:
         ids, text = choice["token_ids"], choice["message"]["content"]
     assert first["prompt_token_ids"] == TOKENIZER.encode("[user]Rome?")[-5:]
     assert TOKENIZER.decode(ids) == text and len(ids) == 4
-
-
-@pytest.mark.parametrize("prompt", [PROMPT, TOKENIZER.encode(PROMPT)], ids=["text", "ids"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_with_echo_is_the_prompt_alone(client: Client, prompt: Any, stream: bool) -> None:
-    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "seed": 1, "n": 2}
-    if stream:
-        *events, last = client.stream(body | {"stream_options": {"include_usage": True}})
-        choices, usage = [event["choices"][0] for event in events], last["usage"]
-    else:
-        _, answer, _ = client.post(body)
-        choices, usage = answer["choices"], answer["usage"]
-    assert [(each["text"], each["finish_reason"]) for each in choices] == [(PROMPT, "length")] * 2
-    assert usage["completion_tokens"] == 0
 
 
 def test_speculation_statistics_in_the_format_of_load_tools(client: Client) -> None:
@@ -332,3 +322,29 @@ def test_an_internal_error_has_the_same_format_as_other_errors(
         assert status == 500 and "x-request-id" in headers
     error = json.loads(body)["error"]
     assert error["type"] == "server_error" and "secret" not in json.dumps(error)
+
+
+def test_ready_lists_the_kernels_that_are_still_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = held_kernels(tmp_path, monkeypatch)
+    caplog.set_level(logging.INFO, "cbatch")
+    with (
+        serving(make_engine(background_kernels=late.kernels, depth=1)) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def compiling() -> object:
+            status, state = client.get("/ready")
+            assert (status, state["status"]) == (200, "ready")
+            return state.get("compiling")
+
+        shaped = pool.submit(client.post, BODY | {"logit_bias": {"5": 2}})
+        for _ in range(3):
+            assert client.post(BODY)[0] == 200
+        assert compiling() == [SHAPED] and not shaped.done()
+        late.end(status=1)
+        assert shaped.result(timeout=60)[0] == 200
+        wait_until(lambda: compiling() is None, limit_s=60)
+    assert f"still compiling: {SHAPED}\n" in caplog.text
+    assert "still compiling: nothing" in caplog.text

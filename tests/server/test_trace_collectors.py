@@ -24,7 +24,7 @@ from cbatch.server.serving import tracing
 from cbatch.server.serving.tracing import span_exporter
 from cbatch.system.logs import JsonLines, PlainLines
 from tests.server.http_client import serving, wait_until
-from tests.server.traced_calls import BODY, EXTRA, PARENT_ID, TRACE_ID, parent
+from tests.server.test_tracing import BODY, EXTRA, PARENT_ID, TRACE_ID, parent
 from tests.toy_engine import make_engine
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason=EXTRA)

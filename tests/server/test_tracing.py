@@ -26,10 +26,18 @@ from cbatch.text.outputs import Choice, Output, Speculation
 from tests.server.apis import APIS, COMPLETIONS, body_of
 from tests.server.engines import FIRST_CONTENT, PROMPT, SlowEngine
 from tests.server.http_client import Client, open_request, serving, wait_until
-from tests.server.traced_calls import BODY, EXTRA, PARENT_ID, TRACE_ID, parent
 from tests.toy_engine import TOKENIZER, make_engine
 
 pytestmark = pytest.mark.usefixtures("otel_environment")
+EXTRA = "needs OpenTelemetry: pip install 'cbatch[otel]'"  # why a test is skipped
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "seed": 1, "ignore_eos": True}
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def parent(flags: str = "01") -> dict[str, str]:
+    """Return the header of a call that is part of a trace. By the `flags` 01 it is sampled."""
+    return {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-{flags}"}
+
 
 # ---- from a record to spans ----------------------------------------------------------------------
 
