@@ -15,7 +15,7 @@ from tests.triton_kernels.interpreter.batches import (
     proposals_of,
     random_batch,
 )
-from tests.triton_kernels.reference_of_logits import verify_reference
+from tests.triton_kernels.sampling_reference import verify_reference
 from triton_kernels.sampling import launch, order
 from triton_kernels.sampling.inputs import (
     COUPLED,
