@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.hostile.attacker import ANSWER_S, Target
 from tests.hostile.server import CALLS_PER_KEY, ROOT, Server
@@ -100,14 +100,6 @@ def _joined(known: Any, more: Any) -> Any:
     return known if more is None else more
 
 
-class Pause(NamedTuple):
-    """The time between two events of a stream, or between its call and the first."""
-
-    stream: str
-    from_s: float
-    to_s: float
-
-
 class Siege:
     """One run, and what was observed. The constructor asks an idle server for the expected
     answers."""
@@ -118,7 +110,8 @@ class Siege:
         self.reports: list[dict[str, Any]] = []  # of the starts and ends of attacks
         self.kills: list[tuple[float, float]] = []  # of engines: times of death and replacement
         self.worker_kills: list[tuple[float, float]] = []  # of fork servers of workers
-        self.pauses: list[Pause] = []
+        # Pauses of streams: its name, and the times of the events around it.
+        self.pauses: list[tuple[str, float, float]] = []
         self.completed = dict.fromkeys(ASKS, 0)
         self.wrong: list[str] = []
         self.outcomes: Counter[str] = Counter()
@@ -217,15 +210,14 @@ class Siege:
         kills = [*self.kills, *self.worker_kills]
         ends = {(r["attack"], r["begin_s"]): r["end_s"] for r in self.reports}
         lines = []
-        for pause in sorted(self.pauses, key=lambda one: one.from_s - one.to_s):
-            if all(pause.to_s < a or pause.from_s > b + GRACE_S for a, b in kills):
-                during = [
+        for stream, from_s, to_s in sorted(self.pauses, key=lambda one: one[1] - one[2]):
+            if all(to_s < a or from_s > b + GRACE_S for a, b in kills):
+                during = ", ".join(
                     name
                     for (name, begin_s), end_s in ends.items()
-                    if begin_s < pause.to_s and (end_s is None or end_s > pause.from_s)
-                ]
-                length_s = pause.to_s - pause.from_s
-                lines.append(f"{length_s:.2f} s in {pause.stream!r}, during {', '.join(during)}")
+                    if begin_s < to_s and (end_s is None or end_s > from_s)
+                )
+                lines.append(f"{to_s - from_s:.2f} s in {stream!r}, during {during}")
         return lines
 
     def table(self) -> str:
@@ -252,7 +244,7 @@ class Siege:
                 nonlocal last_s
                 before_s, last_s = last_s, time.monotonic()
                 if last_s - before_s >= NOTABLE_S:
-                    self.pauses.append(Pause(name, before_s, last_s))
+                    self.pauses.append((name, before_s, last_s))
 
             try:
                 self._require_same("", name, answer_to(self.server, name, on_event))

@@ -8,7 +8,6 @@ import functools
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from cbatch.runtime.compiled import experts as experts_module
 from cbatch.runtime.compiled import layer_attention as attention_module
 from cbatch.runtime.compiled import product as product_module
 from cbatch.runtime.compiled.builds import Build
-from cbatch.runtime.compiled.compiler import Compiler, has_ziglang
 from cbatch.runtime.compiled.product import BLOCK_TYPES
 from cbatch.runtime.cpu import compiled_pass
 from cbatch.runtime.cpu.decoder import load_model
@@ -293,25 +291,3 @@ def test_passes_have_the_bits_of_their_width(
             first = by_width.setdefault((width, name in (*FUSED, BY_HAND)), computed)
             assert torch.equal(computed, first), name
     assert len(by_width) < 2 or not torch.equal(*list(by_width.values())[:2])
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.skipif(not has_ziglang(), reason="needs the package ziglang")
-def test_zig_compiles_kernels_of_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This works for a user without a home directory, too."""
-    zig = Compiler((sys.executable, "-m", "ziglang", "cc"))
-    for name in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    x, name = rows(COLUMNS), next(iter(RUNNABLE))
-    use(library_of(name), monkeypatch)
-    expected = {each: product(x, MAX_ROWS) for each, product in products().items()}
-    use(build.library_of(RUNNABLE[name], zig, None), monkeypatch)
-    for product_name, product in products().items():
-        assert torch.equal(product(x, MAX_ROWS), expected[product_name]), product_name
-    build_model(tmp_path, "llama")
-    for path in (tmp_path, as_gguf(tmp_path, Q8_0)):
-        report = probe_batch_invariance(load_model(path, numerics="invariant"))
-        assert report.batch_invariant, str(report)

@@ -31,8 +31,8 @@ from cbatch.runtime.gpu.device import bucket, ladder
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.loaded import GpuModels
-from cbatch.runtime.gpu.logits_processors import neutral, shapes_logits, sparse_of
 from cbatch.runtime.gpu.memory import check_pool, kv_dtype_of
+from cbatch.runtime.gpu.slots import neutral, shapes_logits, sparse_of
 from cbatch.runtime.model.config import ModelConfig
 from tests.helpers import make_request
 from tests.runtime import engines

@@ -108,42 +108,27 @@ def test_a_text_is_written_in_plain_tokens(way: str, kind: str) -> None:
 
 # --- through the engine ---------------------------------------------------------------------------
 
-SAMPLED = {"temperature": 1.0, "verification": "coupled"}
-
 
 @lru_cache
 def draft() -> DraftModel:
     return DraftModel(tiny_model(vocab_size=vocabulary("byte level").size, noise=0.05, seed=1))
 
 
-def run(*, drafts: bool = False, sampled: bool = False, **options: Any) -> Run:
+def run(*, drafts: bool, **options: Any) -> Run:
     known = vocabulary("byte level")
-    extra: dict[str, Any] = SAMPLED if sampled else {}
     batch = [
         make_request(
             way,
             list(range(5, 25)),
-            **{"max_tokens": 90, "ignore_eos": False, "structured_outputs": outputs} | extra,
+            max_tokens=90,
+            ignore_eos=False,
+            structured_outputs=outputs,
         )
         for way, (outputs, _) in WAYS.items()
     ]
     drafter, model = (draft(), draft().model) if drafts else (None, None)
     settings = {"drafting": drafter, "grammars": known.grammars, "eos_ids": (known.eos,)}
     return run_engine(batch, tiny_model(vocab_size=known.size), model, **settings, **options)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_engine_writes_it_with_drafts_preemptions_and_overlap(sampled: bool) -> None:
-    plain = run(sampled=sampled)
-    for way, (_, pattern) in WAYS.items():
-        text = vocabulary("byte level").text(plain.outputs[way])
-        assert plain.reasons[way] is FinishReason.STOP, (way, text)
-        assert re.fullmatch(pattern, text, re.DOTALL), text
-    for depth in (0, 1):
-        drafted = run(drafts=True, sampled=sampled, lookahead="fixed:4", depth=depth)
-        assert drafted.outputs == plain.outputs and (drafted.accepted >= 2).any()
-    crowded = run(sampled=sampled, num_blocks=26, max_num_batched_tokens=64)
-    assert crowded.scheduler.stats.preemptions > 0 and crowded.outputs == plain.outputs
 
 
 # --- a token that was committed and that the grammar refuses --------------------------------------
@@ -154,8 +139,12 @@ def test_a_refused_token_that_was_committed_ends_the_request(
     monkeypatch: pytest.MonkeyPatch, drafts: bool
 ) -> None:
     """As with masks of llguidance itself, the request ends with an error, and no text follows."""
-    monkeypatch.setattr(Structured, "_prefer_plain_token", lambda *_: None)
     options: dict[str, Any] = {"lookahead": "fixed:4"} if drafts else {}
+    right = run(drafts=drafts, **options)
+    for way, (_, pattern) in WAYS.items():
+        text = vocabulary("byte level").text(right.outputs[way])
+        assert right.reasons[way] is FinishReason.STOP and re.fullmatch(pattern, text, re.DOTALL)
+    monkeypatch.setattr(Structured, "_prefer_plain_token", lambda *_: None)
     for depth in (0, 1):
         done = run(drafts=drafts, depth=depth, **options)
         for way, (_, pattern) in WAYS.items():

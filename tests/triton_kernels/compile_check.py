@@ -12,13 +12,12 @@ It reports these faults:
 - fewer tiles in flight than a pipeline has stages;
 - loop bounds that Triton before 3.9 gets wrong.
 
-It prints a table, then one JSON line. Seconds are those of one core, 0 for code in Triton's cache.
+It prints a table. Seconds are those of one core, 0 for code in Triton's cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import resource
 import struct
@@ -309,12 +308,6 @@ def _row(findings: Findings) -> str:
     )
 
 
-def _entry(findings: Findings) -> dict[str, object]:
-    figures = ("registers", "spill_bytes", "shared_bytes", "code_bytes", "seconds")
-    case = {name: getattr(findings.case, name) for name in ("name", "config", "target")}
-    return case | {name: getattr(findings, name) for name in figures}
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.triton_kernels.compile_check")
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
@@ -328,7 +321,6 @@ def main(arguments: list[str] | None = None) -> int:
             if options.kernel is None or case.name in options.kernel:
                 every.append(check(case))
                 print(_row(every[-1]), flush=True)
-    print(json.dumps({"kernels": [_entry(findings) for findings in every]}))
     return 1 if any(findings.faults() for findings in every) else 0
 
 

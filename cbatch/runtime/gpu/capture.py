@@ -16,8 +16,7 @@ from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu.device import CallbackDevice, Device, ladder
 from cbatch.runtime.gpu.device_steps import DeviceSteps, HostBuffers
 from cbatch.runtime.gpu.host_drafts import HostSide
-from cbatch.runtime.gpu.logits_processors import shapes_logits
-from cbatch.runtime.gpu.slots import SlotUpdate
+from cbatch.runtime.gpu.slots import SlotUpdate, shapes_logits
 from cbatch.runtime.gpu.target_pass import MODEL_FEATURES, PLAIN, SamplingFeatures
 from triton_kernels.build import ahead
 from triton_kernels.products.dense import MANY_ROWS

@@ -20,8 +20,7 @@ from cbatch.runtime.gpu.draft_pass import (
     MedusaPasses,
 )
 from cbatch.runtime.gpu.heads import FIRST_KEY, GpuEagleHead, GpuHead, GpuMedusaHead
-from cbatch.runtime.gpu.host_drafts import DraftPlan
-from cbatch.runtime.gpu.known_tokens import I32, KnownTokens
+from cbatch.runtime.gpu.host_drafts import I32, DraftPlan, KnownTokens
 from cbatch.runtime.gpu.memory import Draft, StepLimits, kv_scales
 from cbatch.runtime.gpu.slots import Bounds, SlotUpdate
 from cbatch.runtime.gpu.target_pass import SamplingFeatures, TargetPass

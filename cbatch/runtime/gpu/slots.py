@@ -1,20 +1,22 @@
-"""The host's record of every slot, and the message that brings the device's slots up to a plan."""
+"""The host's record of every slot, and the message that brings the device's slots up to a plan.
+Penalties, biases and token restrictions are lists for the sampling kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from cbatch.core.request.errors import FieldError
 from cbatch.core.request.noise import split_seed
-from cbatch.core.request.request import Request
+from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
-from cbatch.runtime.gpu import logits_processors as lists
 from cbatch.runtime.gpu.host_drafts import DraftPlan
-from triton_kernels.sampling.inputs import COUPLED, GREEDY, REJECTION
+from triton_kernels.sampling.inputs import COUPLED, GREEDY, IN_PROMPT, IS_STOP, REJECTION
 from triton_kernels.slots.state import RUN_WORDS, ArenaSizes, FieldPlace, SlotWork
 
 Words = NDArray[np.int32]
@@ -126,9 +128,9 @@ class HostSlots:
         if p.structured_outputs is not None:
             p = structs.replace(p, min_tokens=0)  # see `_admit`
         stop_ids = (*(() if p.ignore_eos else eos_ids), *p.stop_token_ids)
-        if lists.shapes_logits(p, has_stops=bool(stop_ids)):
+        if shapes_logits(p, has_stops=bool(stop_ids)):
             new_tokens = min(p.max_tokens, sizes.tokens - len(prompt))
-            lists.check_lists(p, prompt, stop_ids, new_tokens, sizes)
+            check_lists(p, prompt, stop_ids, new_tokens, sizes)
 
     def update(self, plan: StepPlan, draft_plan: DraftPlan) -> SlotUpdate:
         """Apply the deltas of `plan`, and return the message for the device. Raises ValueError for
@@ -195,14 +197,14 @@ class HostSlots:
         self._put_sampling(a, message)
         if a.params.structured_outputs is not None:  # its masks include these tokens
             a = structs.replace(a, params=structs.replace(a.params, min_tokens=0))
-        self.shaped[slot] = lists.shapes_logits(a.params, has_stops=bool(a.stop_ids))
+        self.shaped[slot] = shapes_logits(a.params, has_stops=bool(a.stop_ids))
         if self.shaped[slot]:
             prompt = a.tokens[: a.num_prompt_tokens].tolist()
             new_tokens = a.max_total_tokens - len(prompt)
-            lists.check_lists(a.params, prompt, a.stop_ids, new_tokens, sizes)
-            self._put_shaping(slot, lists.sparse_of(a, sizes.vocab), message)
+            check_lists(a.params, prompt, a.stop_ids, new_tokens, sizes)
+            self._put_shaping(slot, sparse_of(a, sizes.vocab), message)
         elif self._has_lists[slot]:
-            self._put_shaping(slot, lists.neutral(sizes.vocab), message)
+            self._put_shaping(slot, neutral(sizes.vocab), message)
         self._has_lists[slot] = self.shaped[slot]
 
     def _put_sequence(self, a: NewSequence, message: SlotUpdate) -> None:
@@ -243,7 +245,7 @@ class HostSlots:
             message.put(name, slot, np.array(values, dtype=dtype))
 
     @staticmethod
-    def _put_shaping(slot: int, sparse: lists.Sparse, message: SlotUpdate) -> None:
+    def _put_shaping(slot: int, sparse: Sparse, message: SlotUpdate) -> None:
         for name in ("plain", "listed", "bias", "counts", "marks", "penalties"):
             message.put(name, slot, getattr(sparse, name))
         for name, value in (("num_listed", len(sparse.listed)), ("min_tokens", sparse.min_tokens)):
@@ -259,3 +261,111 @@ class HostSlots:
             message.scatter(
                 "blocks", deltas.append_slots, deltas.append_indices, deltas.append_blocks
             )
+
+
+# --- penalties, biases and token restrictions -----------------------------------------------------
+
+
+class Sparse(NamedTuple):
+    """The fields of `triton_kernels.sampling.LogitsShaping` for one slot, unpadded."""
+
+    plain: Words  # [ceil(V / 32)]
+    listed: Words
+    bias: NDArray[np.float32]
+    counts: Words
+    marks: Words
+    penalties: NDArray[np.float32]  # [3]
+    min_tokens: int
+
+
+def shapes_logits(p: SamplingParams, *, has_stops: bool) -> bool:
+    """Return whether a request changes logits; `has_stops`: some tokens end it."""
+    return bool(
+        p.allowed_token_ids is not None
+        or p.banned_token_ids
+        or (p.min_tokens and has_stops)
+        or p.logit_bias
+        or _has_penalties(p)
+    )
+
+
+def neutral(vocab_size: int) -> Sparse:
+    """Return the lists that leave every logit unchanged."""
+    empty = np.zeros(0, dtype=np.int32)
+    plain = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
+    penalties = np.array([1, 0, 0], dtype=np.float32)
+    return Sparse(plain, empty, empty.astype(np.float32), empty, empty, penalties, 0)
+
+
+def check_lists(
+    p: SamplingParams, prompt: Iterable[int], stop_ids: Iterable[int], max_new_tokens: int,
+    sizes: ArenaSizes,
+) -> None:  # fmt: skip
+    """Raise FieldError if a request may need more entries at some time than a slot has."""
+    stops = {i for i in stop_ids if i < sizes.vocab} if p.min_tokens else set()
+    listed = stops.union(p.logit_bias)
+    if p.repetition_penalty != 1:
+        listed.update(prompt)
+    listed.difference_update(p.banned_token_ids)
+    if p.allowed_token_ids is not None:
+        listed.intersection_update(p.allowed_token_ids)
+    # With penalties every token that the sequence emits gets an entry, too.
+    grows = max_new_tokens if _has_penalties(p) else 0
+    if min(len(listed) + grows, sizes.vocab) <= sizes.listed:
+        return
+    field = "logit_bias" if len(p.logit_bias) >= len(stops) else "stop_token_ids"
+    raise FieldError(
+        field,
+        f"with penalties and stop ids it lists up to {len(listed) + grows} tokens",
+        f"list at most {sizes.listed}, or use --device cpu",
+    )
+
+
+def sparse_of(a: NewSequence, vocab_size: int) -> Sparse:
+    """Return a sequence's lists, with its token counts so far."""
+    params = a.params
+    prompt, output = a.tokens[: a.num_prompt_tokens], a.tokens[a.num_prompt_tokens :]
+    allowed = np.ones(vocab_size, dtype=np.bool_)
+    if params.allowed_token_ids is not None:
+        allowed[:] = False
+        allowed[list(params.allowed_token_ids)] = True
+    allowed[list(params.banned_token_ids)] = False
+    min_tokens = max(params.min_tokens - len(output), 0)
+    # EOS ids come from the model's files, which may name more ids than there are logits.
+    stops = [i for i in a.stop_ids if i < vocab_size] if min_tokens else []
+    bias, counts = np.zeros(vocab_size, dtype=np.float32), np.zeros(vocab_size, dtype=np.int32)
+    marks = np.zeros(vocab_size, dtype=np.int32)
+    bias[list(params.logit_bias)] = list(params.logit_bias.values())
+    marks[stops] |= IS_STOP
+    has_entry = (bias != 0) | (marks != 0)
+    if _has_penalties(params):
+        np.add.at(counts, output, 1)
+        if params.repetition_penalty != 1:
+            marks[prompt] |= IN_PROMPT
+        has_entry |= (counts > 0) | (marks != 0)
+    listed = np.flatnonzero(has_entry & allowed)
+    return Sparse(
+        plain=_bits(allowed & ~has_entry),
+        listed=listed.astype(np.int32),
+        bias=bias[listed],
+        counts=counts[listed],
+        marks=marks[listed],
+        penalties=np.array(
+            [params.repetition_penalty, params.presence_penalty, params.frequency_penalty],
+            dtype=np.float32,
+        ),
+        min_tokens=min_tokens,
+    )
+
+
+def _has_penalties(p: SamplingParams) -> bool:
+    return bool(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty)
+
+
+def _bits(flags: NDArray[np.bool_]) -> Words:
+    """Pack flags into words: bit i % 32 of word i // 32 is flag i."""
+    packed = np.packbits(flags, bitorder="little")
+    padded = np.zeros(-(-len(flags) // 32) * 4, dtype=np.uint8)
+    padded[: len(packed)] = packed
+    words: Words = padded.view("<i4").astype(np.int32)
+    return words

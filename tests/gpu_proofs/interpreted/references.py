@@ -16,8 +16,11 @@ from cbatch.runtime.gpu import draft_pass as drafting
 from cbatch.runtime.gpu import target_pass as verifying
 from tests.gpu_proofs.interpreted.stream import Stream, as_queued
 from tests.triton_kernels.interpreter.batches import overlaid
-from tests.triton_kernels.reference_of_logits import verify_reference
-from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits
+from tests.triton_kernels.sampling_reference import (
+    sample_reference,
+    shaped_logits,
+    verify_reference,
+)
 from triton_kernels.attention import WorkList, attention_reference
 from triton_kernels.layers.activation import silu_mul_reference
 from triton_kernels.layers.kv_write import kv_write_reference

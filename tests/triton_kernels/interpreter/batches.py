@@ -6,16 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from cbatch.core.request.request import SamplingParams
+from cbatch.core.scheduler.plan import NewSequence
+from cbatch.runtime.gpu.slots import sparse_of
 from cbatch.runtime.sampling import noise
+from tests.runtime.engines import admission
 from tests.triton_kernels.sampling_reference import sample_reference, shaped_logits, weights_of
 from triton_kernels.sampling.inputs import (
     COUPLED,
     GREEDY,
-    IN_PROMPT,
-    IS_STOP,
     REJECTION,
     Distributions,
     DraftTokens,
@@ -46,6 +48,11 @@ class RequestSpec(NamedTuple):
         if self.params.greedy:
             return GREEDY
         return COUPLED if self.params.coupled else REJECTION
+
+    def admission(self) -> NewSequence:
+        tokens, stop_ids = [*self.prompt, *self.output], tuple(self.stop_ids)
+        made = admission(0, tokens, num_prompt_tokens=len(self.prompt), stop_ids=stop_ids)
+        return structs.replace(made, params=self.params)
 
 
 def random_request(
@@ -84,52 +91,22 @@ def random_request(
 
 def shaping_of(specs: list[RequestSpec], vocab: int) -> LogitsShaping:
     """Return the device state of `specs`, as an executor keeps it."""
-    entries = [_entries(each, vocab) for each in specs]
-    width = max(len(e) for e in entries) + MAX_DRAFTS
-    listed, counts, marks = (torch.zeros(len(specs), width, dtype=torch.int32) for _ in range(3))
-    bias = torch.zeros(len(specs), width)
-    plain = np.zeros((len(specs), -(-vocab // 32) * 32), dtype=bool)
-    for b, entry in enumerate(entries):
-        allowed = specs[b].params.allowed_token_ids
-        plain[b, list(allowed) if allowed is not None else slice(vocab)] = True
-        plain[b, list(entry)] = False
-        for place, (token, (count, mark, add)) in enumerate(entry.items()):
-            listed[b, place], counts[b, place], marks[b, place] = token, count, mark
-            bias[b, place] = add
-    params = [each.params for each in specs]
-    bits = np.packbits(plain, axis=1, bitorder="little").view(np.int32)
-    triples = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-    left = [each.params.min_tokens - len(each.output) for each in specs]
+    rows = [sparse_of(each.admission(), vocab) for each in specs]
+    width = max(len(sparse.listed) for sparse in rows) + MAX_DRAFTS
+
+    def padded(name: str) -> Tensor:
+        values = np.zeros((len(rows), width), dtype=getattr(rows[0], name).dtype)
+        for row, sparse in zip(values, rows, strict=True):
+            row[: len(sparse.listed)] = getattr(sparse, name)
+        return torch.from_numpy(values)
+
     return LogitsShaping(
-        torch.from_numpy(bits),
-        listed,
-        torch.tensor([len(e) for e in entries], dtype=torch.int32),
-        bias,
-        counts,
-        marks,
-        torch.tensor(triples, dtype=torch.float32),
-        torch.tensor(left, dtype=torch.int32),
+        plain=torch.from_numpy(np.stack([sparse.plain for sparse in rows])),
+        num_listed=torch.tensor([len(sparse.listed) for sparse in rows], dtype=torch.int32),
+        penalties=torch.from_numpy(np.stack([sparse.penalties for sparse in rows])),
+        min_tokens=torch.tensor([sparse.min_tokens for sparse in rows], dtype=torch.int32),
+        **{name: padded(name) for name in ("listed", "bias", "counts", "marks")},
     )
-
-
-def _entries(spec: RequestSpec, vocab: int) -> dict[int, tuple[int, int, float]]:
-    """Return, by token, its count in the output, marks and bias."""
-    p = spec.params
-    tokens: set[int] = {*p.logit_bias, *spec.output, *p.banned_token_ids}
-    if p.repetition_penalty != 1:
-        tokens |= set(spec.prompt)
-    if p.min_tokens:
-        tokens |= set(spec.stop_ids)
-    entries = {}
-    for token in tokens:
-        marks = IN_PROMPT * (p.repetition_penalty != 1 and token in spec.prompt)
-        marks |= IS_STOP * (token in spec.stop_ids)
-        banned = token in p.banned_token_ids or (
-            p.allowed_token_ids is not None and token not in p.allowed_token_ids
-        )
-        add = -np.inf if banned else p.logit_bias.get(token, 0.0)
-        entries[token] = (spec.output.count(token), marks, add)
-    return entries
 
 
 def requests_of(specs: list[RequestSpec], vocab: int) -> Requests:

@@ -2,9 +2,9 @@
 
 The interpreter stores them as integers of their width. Loads, stores and selections are exact. But
 arithmetic and `tl.dot` work on these integers, and narrowing casts truncate or carry wrongly. After
-`patch()`, casts round to nearest even, and a dot has exact products and an fp32 sum. Any other
-arithmetic raises: kernels convert to fp32 first, which costs nothing on a GPU. A value beyond the
-range of an fp8 type becomes NaN, as in torch, which reveals a missing clamp.
+`patch()`, casts round to nearest even, and a dot has exact products and an fp32 sum. Before any
+other arithmetic kernels convert to fp32, which costs nothing on a GPU. A value beyond the range of
+an fp8 type becomes NaN, as in torch, which reveals a missing clamp.
 
 For tests. `TRITON_INTERPRET=1` must be set before triton is first imported.
 """
@@ -29,8 +29,6 @@ _TORCH_DTYPES = {
     "fp8e4b8": torch.float8_e4m3fnuz,
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
-_ON_BITS = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
-_ELEMENTWISE = ("create_fma", "create_rsqrt", "create_erf", "create_fabs")
 
 
 def patch() -> None:
@@ -44,13 +42,6 @@ def patch() -> None:
     builder.cast_impl = _cast(builder.cast_impl)
     builder.create_fp_to_fp = _convert(builder.create_fp_to_fp)
     builder.create_dot = _create_dot
-    builder.binary_op = _refusing(builder.binary_op, _ON_BITS)
-    builder.ternary_op = _refusing(builder.ternary_op, (np.where,))
-    builder.unary_op = _refusing(builder.unary_op, ())
-    for name in _ELEMENTWISE:
-        setattr(builder, name, _refusing(getattr(builder, name), ()))
-    reductions = interpreter.ReduceScanOpInterface
-    reductions.check_tensor = _refusing_tensors(reductions.check_tensor)
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,34 +111,3 @@ def _create_dot(
     factors = (_widened(each).data.astype(dtype) for each in (a, b))
     product = np.einsum("...ik,...kj->...ij", *factors, optimize=False)
     return TensorHandle(product + added.data, added.dtype.scalar)
-
-
-def _refusing(
-    original: Callable[..., TensorHandle], allowed: tuple[object, ...]
-) -> Callable[..., TensorHandle]:
-    """Return `original`, restricted: odd types only with an `allowed` operation as last
-    argument."""
-
-    def operation(self: Any, *args: Any) -> TensorHandle:
-        for arg in args:
-            if isinstance(arg, TensorHandle) and args[-1] not in allowed:
-                _refuse(arg.dtype)
-        return original(self, *args)
-
-    return operation
-
-
-def _refusing_tensors(original: Callable[..., None]) -> Callable[..., None]:
-    def check_tensor(self: Any, tensors: Any) -> None:
-        original(self, tensors)
-        for tensor in tensors:
-            _refuse(tensor.dtype)
-
-    return check_tensor
-
-
-def _refuse(dtype: Any) -> None:
-    if not isinstance(dtype, tl.pointer_type) and _is_odd(dtype):
-        raise TypeError(
-            f"{dtype.scalar.name} arithmetic would work on raw bits here; convert to fp32 first"
-        )

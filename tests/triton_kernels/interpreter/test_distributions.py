@@ -142,7 +142,7 @@ def test_ties_of_a_flat_row_stay_up_to_an_id(mode: int, tiling: Tiling) -> None:
         (200, 1.5, 1.0): 200,
     }
     for (top_k, top_p, min_p), kept in kept_by_filters.items():
-        batch = rows_with(torch.full((2, 200), 3.0), mode, top_k, top_p, min_p)
+        batch = rows_with(torch.full((1, 200), 3.0), mode, top_k, top_p, min_p)
         result = drawn(batch, tiling)
         assert (result.tokens[:, 0] < kept).all()
         assert torch.equal(result.tokens[:, 0], sample_reference(*batch, noise.DRAFT))
@@ -164,7 +164,7 @@ def test_a_vocabulary_of_eighteen_bits() -> None:
     vocab = 1 << 18
     logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(1)).bfloat16()
     logits[0, vocab - 1] = 12.0
-    greedy = drawn(rows_with(logits, GREEDY, vocab, torch.inf, 0.0), launch.TILING)
+    greedy = drawn(rows_with(logits[:1], GREEDY, vocab, torch.inf, 0.0), launch.TILING)
     assert greedy.tokens[0, 0] == vocab - 1
     batch = rows_with(logits, REJECTION, vocab, 0.4, 0.0)
     result = drawn(batch, launch.TILING)

@@ -15,7 +15,7 @@ from tests.triton_kernels.interpreter.batches import (
     proposals_of,
     random_batch,
 )
-from tests.triton_kernels.reference_of_logits import verify_reference
+from tests.triton_kernels.sampling_reference import verify_reference
 from triton_kernels.sampling import launch, order
 from triton_kernels.sampling.inputs import (
     COUPLED,
@@ -48,28 +48,31 @@ def decide(
     return verify(batch, starts, proposals, SMALL, filtered=True)
 
 
-def test_hundreds_of_filtered_rows_are_those_of_the_reference() -> None:
+def test_filtered_rows_are_those_of_the_reference() -> None:
     """With the same noise all tokens are equal; every outcome of a verdict occurs."""
     rng = np.random.default_rng(43)
-    batch, _ = random_batch(rng, 130, 45, shaped=False)
+    batch, _ = random_batch(rng, 64, 45, shaped=False)
     batch, proposals = proposals_for(rng, batch)
-    assert len(batch.logits) >= 400
+    assert len(batch.logits) >= 200
     verdict = decide(batch, proposals)
     for mine, reference in zip(verdict, verify_reference(batch, proposals), strict=True):
         assert torch.equal(mine.long(), reference)
     counts, accepted = batch.drafts.counts, verdict.num_accepted
     for mode in (COUPLED, REJECTION):
-        for certain in (0, 1):
-            of = (batch.requests.modes == mode) & (proposals.certain == certain)
-            assert (of & (accepted == counts) & (counts > 1)).any() and (of & (counts == 0)).any()
-            assert (of & (accepted > 0) & (accepted < counts)).any()
-            assert (of & (accepted == 0) & (counts > 0)).any()
+        of = batch.requests.modes == mode
+        assert (of & (accepted == counts) & (counts > 1)).any() and (of & (counts == 0)).any()
+        assert (of & (accepted > 0) & (accepted < counts)).any()
+        assert (of & (accepted == 0) & (counts > 0)).any()
+        for certain in (proposals.certain > 0, proposals.certain == 0):
+            assert (of & certain & (accepted > 0)).any() and (
+                of & certain & (accepted < counts)
+            ).any()
 
 
 @pytest.mark.parametrize("proposed", [True, False])
 def test_shaped_rows_are_those_of_the_reference(proposed: bool) -> None:
     rng = np.random.default_rng(21)
-    batch, _ = random_batch(rng, 16, 30, dtype=torch.bfloat16)
+    batch, _ = random_batch(rng, 10, 30, dtype=torch.bfloat16)
     batch, proposals = proposals_for(rng, batch)
     drawn = proposals if proposed else None
     for mine, others in zip(decide(batch, drawn), verify_reference(batch, drawn), strict=True):
@@ -109,7 +112,7 @@ def test_equal_distributions_leave_no_residual_and_still_a_token(
     """p = q except for round-off, and a draft is rejected nevertheless: the distribution is p
     itself."""
     rng = np.random.default_rng(23)
-    batch, _ = random_batch(rng, 40, 30, filters=False, shaped=False)
+    batch, _ = random_batch(rng, 24, 30, filters=False, shaped=False)
     batch, proposals = proposals_for(rng, batch)
     drafted = batch.rows.depths < batch.drafts.counts[batch.rows.requests.long()]
     rows = Rows(*(field[drafted] for field in batch.rows))
