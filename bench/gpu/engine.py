@@ -180,10 +180,10 @@ class CbatchBench:
         engine = self._decoding(batch, lookahead, sampling)
         stats, samples = engine.scheduler.stats, []
         for _ in range(1 + _WINDOWS):
+            while samples and stats.steps < samples[-1][1] + _WINDOW_STEPS:
+                _advance(engine)
             counts = stats.steps, stats.emitted_tokens, stats.drafted_tokens
             samples.append((time.perf_counter(), *counts))
-            while stats.steps < samples[-1][1] + _WINDOW_STEPS:
-                _advance(engine)
         seconds, steps, tokens, drafts = np.diff(np.array(samples), axis=0).T
         if engine.scheduler.num_running != batch:
             raise RuntimeError(f"{engine.scheduler.num_running} of {batch} sequences ran")

@@ -130,8 +130,7 @@ def test_a_call_on_a_kept_connection_that_has_begun_is_not_sent_again() -> None:
 
 INTERIM = {
     "103": b"HTTP/1.1 103 Early Hints\r\nLink: </x>; rel=preload\r\n\r\n",
-    "100 and 102": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n",
-    "of HTTP/1.0": b"HTTP/1.0 102 Processing\r\n\r\n",
+    "two of HTTP/1.0": b"HTTP/1.0 100 Continue\r\n\r\nHTTP/1.0 102 Processing\r\n\r\n",
     "with close": b"HTTP/1.1 103 Early Hints\r\nConnection: close\r\n\r\n",
     "without a carriage return": b"HTTP/1.1 103\nLink: </x>\n\n",
 }
