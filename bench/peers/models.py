@@ -310,8 +310,8 @@ def make_systems(
 ) -> list[System]:
     """Return cbatch by lookahead, off first, then the installed peers in the given order. With
     `exact`, systems with a choice of dtype use float32."""
-    common: dict[str, Any] = {"max_sequences": sizes.max_sequences, "tokens": sizes.tokens}
-    timed = common | {"threads": args.threads, "exact": exact}
+    timed: dict[str, Any] = {"max_sequences": sizes.max_sequences, "tokens": sizes.tokens}
+    timed |= {"threads": args.threads, "exact": exact}
     own = timed | {"step_tokens": sizes.step_tokens, "draft": None, "lookahead": "off"}
     own["model"] = str(model.cbatch_path)
     systems: list[System] = []
@@ -329,9 +329,9 @@ def make_systems(
         elif peer == LAYERS:
             settings = own | {"model": str(model.directory), "model_impl": peer}
         else:
-            dtype = "float32" if exact else model.dtype
-            settings = common | {"model": str(model.directory), "dtype": dtype}
-            settings["kv_bytes"] = _kv_bytes(model, sizes)
+            settings = {"model": str(model.directory), "dtype": "float32" if exact else model.dtype}
+            settings |= {"max_num_seqs": sizes.max_sequences, "max_model_len": sizes.tokens}
+            settings["kv_cache_memory_bytes"] = _kv_bytes(model, sizes)
         engine = CBATCH if peer == LAYERS else peer
         systems.append(System(peer, engine, python, args.threads, settings))
     return systems

@@ -65,6 +65,12 @@ def system(name: str, engine: str = "cbatch", **settings: Any) -> System:
     return System(name, engine, sys.executable, 2, settings)
 
 
+@pytest.fixture(autouse=True)
+def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage before a turn takes a second in a process that has many modules."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
 class InProcess:
     """A worker without a process of its own."""
 
