@@ -309,6 +309,7 @@ def test_packed_vllm_is_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with zipfile.ZipFile(peers / "wheels" / "sibling-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("sibling.py", "")
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)  # which vLLM's engine changes
     for name in ("vllm", "sibling"):
         monkeypatch.setitem(sys.modules, name, None)  # removes the fake module after the test
         del sys.modules[name]

@@ -34,7 +34,7 @@ from cbatch.core.request.errors import FieldError
 from sim.report.capacity import Capacity
 from sim.report.report import Objectives, to_json
 from sim.workload.arrivals import constant
-from sim.workload.sources import ClosedLoop, Source
+from sim.workload.sources import Source
 from sim.workload.traces.request import TraceRequest
 from tests.bench.load.scripted import plan
 from tests.bench.load.test_measure import run_of, steady_calls
@@ -64,14 +64,6 @@ def play(source: Source) -> list[tuple[float, int]]:
             running.sort(key=lambda call: call[:2])
             end_s, _, ended = running.pop(0)
             source.ended(ended, end_s)
-
-
-def test_without_sessions_it_is_the_simulator_s_closed_loop() -> None:
-    rng = np.random.default_rng(4)
-    requests = [request(int(n)) for n in rng.integers(1, 9, 60)]
-    for clients in (1, 3, 7):
-        mine = play(ClosedSessions(requests, clients, think_s=0.5))
-        assert mine == play(ClosedLoop(requests, clients, think_s=0.5)) and len(mine) == 60
 
 
 def test_turns_wait_for_each_other() -> None:
