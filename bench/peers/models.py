@@ -1,4 +1,7 @@
-"""A process that runs one of the compared systems."""
+"""The systems that are compared, the processes that run them, and a model in the formats that they
+read: a Hugging Face directory or a GGUF file. A missing format is written once, from the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,17 @@ from cbatch.text import TextTokenizer, TokenizerError
 
 _ROOT = Path(__file__).parents[2]
 _SETTLE_S = 0.3  # pause before a run, until idle threads of the previous system stop spinning
+CBATCH, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
+OPENVINO, LAYERS = "openvino", "transformers"
+# The package of each peer, and the flag that names another Python that has it.
+PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm", OPENVINO: "openvino_genai", LAYERS: LAYERS}
+FLAGS = {LLAMA_CPP: "--llama", VLLM: "--vllm", OPENVINO: "--openvino"}
+PEERS = tuple(PACKAGES)
+_VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
+NAMES = (*SHAPES, "demo", *PACKAGED)
+_PLAIN = {"F32": F32, "F16": F16, "BF16": BF16}
+TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
+TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # llama.cpp's names of types that cbatch reads
 
 
 class Run(msgspec.Struct):
@@ -144,19 +158,6 @@ def started(systems: Sequence[System], failures: Failures) -> Iterator[list[Work
                     worker.start()
                     workers.append(worker)
         yield workers
-
-
-CBATCH, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
-OPENVINO, LAYERS = "openvino", "transformers"
-# The package of each peer, and the flag that names another Python that has it.
-PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm", OPENVINO: "openvino_genai", LAYERS: LAYERS}
-FLAGS = {LLAMA_CPP: "--llama", VLLM: "--vllm", OPENVINO: "--openvino"}
-PEERS = tuple(PACKAGES)
-_VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
-NAMES = (*SHAPES, "demo", *PACKAGED)
-_PLAIN = {"F32": F32, "F16": F16, "BF16": BF16}
-TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
-TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # llama.cpp's names of types that cbatch reads
 
 
 class ModelFormats:

@@ -1,4 +1,4 @@
-"""One client process of a run: sends the requests of a source to a server in real time.
+"""Sends the requests of a source to a server in real time, from this process or from several.
 
 Only the source decides when a request is due; a slow response delays the next request only in a
 closed loop. Latencies count from the time at which a request was due.
@@ -31,6 +31,9 @@ from sim.workload.traces.changes import endless
 from sim.workload.traces.request import TraceRequest
 
 MAX_FAILURES = 100  # number of failures, without a success, after which sending stops
+TALLY_EVERY_S = 0.25  # interval of progress reports, and of checks for a stop
+_COUNTS = len(fields(LiveTally))
+Watch = Callable[[LiveTally, float], None]  # called with the tally and the seconds since the start
 
 
 class ClosedSessions:
@@ -237,11 +240,6 @@ class _Driver:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._finished.done():
             self._finished.set_exception(error)
-
-
-TALLY_EVERY_S = 0.25  # interval of progress reports, and of checks for a stop
-_COUNTS = len(fields(LiveTally))
-Watch = Callable[[LiveTally, float], None]  # called with the tally and the seconds since the start
 
 
 def split(plan: PartPlan, processes: int) -> list[PartPlan]:

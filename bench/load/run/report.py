@@ -32,6 +32,26 @@ from sim.report.capacity import Capacity
 from sim.report.report import SCHEMA, VERSION, Record, Report, Spread
 
 SWEEP_SCHEMA = "cbatch-sweep"
+SCRAPE_EVERY_S = 1.0  # interval; a server may send no tokens while it writes the page.
+PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several prefixes have a metric, the first counts.
+Key = str | int  # name of a field in a report, or a draft position
+COUNTERS = {
+    "prompt_tokens_total": "prompt_tokens",
+    "generation_tokens_total": "output_tokens",
+    "spec_decode_num_drafts_total": "drafts",
+    "spec_decode_num_draft_tokens_total": "drafted_tokens",
+    "spec_decode_num_accepted_tokens_total": "accepted_tokens",
+    "num_preemptions_total": "preemptions",
+    "prefix_cache_hits_total": "prefix_hit_tokens",
+    "steps_total": "steps",
+}
+_GAUGES = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_share",
+}
+_POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
+_FIELDS = COUNTERS | _GAUGES
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -220,28 +240,6 @@ class _Header(msgspec.Struct):
     schema: str
     version: int
     kind: str = ""
-
-
-SCRAPE_EVERY_S = 1.0  # interval; a server may send no tokens while it writes the page.
-PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several prefixes have a metric, the first counts.
-Key = str | int  # name of a field in a report, or a draft position
-COUNTERS = {
-    "prompt_tokens_total": "prompt_tokens",
-    "generation_tokens_total": "output_tokens",
-    "spec_decode_num_drafts_total": "drafts",
-    "spec_decode_num_draft_tokens_total": "drafted_tokens",
-    "spec_decode_num_accepted_tokens_total": "accepted_tokens",
-    "num_preemptions_total": "preemptions",
-    "prefix_cache_hits_total": "prefix_hit_tokens",
-    "steps_total": "steps",
-}
-_GAUGES = {
-    "num_requests_running": "running",
-    "num_requests_waiting": "waiting",
-    "kv_cache_usage_perc": "kv_share",
-}
-_POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
-_FIELDS = COUNTERS | _GAUGES
 
 
 class Scrape(NamedTuple):
