@@ -177,9 +177,10 @@ class _Driver:
 
     async def run(self, stop: asyncio.Event) -> None:
         stopping = asyncio.create_task(stop.wait())
+        ends: set[asyncio.Future[Any]] = {stopping, self._finished}
         self._send_due()
         try:
-            await asyncio.wait({stopping, self._finished}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._sending, self.part.unfinished = False, self._tally.in_flight
             for task in (*self._tasks, stopping):
