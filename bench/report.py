@@ -14,6 +14,12 @@ from cbatch.cli.console import TextConsole
 from cbatch.cli.output import print_line
 from cbatch.system.machine import describe_machine, describe_versions
 
+# 97.5 % points of Student's t for 1 to 20 degrees of freedom. Beyond 20 the last is up to 6 % wide.
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+
 
 def print_report(
     title: str,
@@ -66,13 +72,6 @@ def print_table(
 
 def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
-
-
-# 97.5 % points of Student's t for 1 to 20 degrees of freedom. Beyond 20 the last is up to 6 % wide.
-_STUDENT = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-)
 
 
 def student95(degrees: int) -> float:

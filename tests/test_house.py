@@ -240,7 +240,8 @@ LONG_FUNCTIONS = {  # bodies of kernels: Triton has no closures, and calls cost 
 # Composition roots, where an engine, a server, a simulation or a run is put together.
 ROOTS = {
     "bench/gpu/engine.py",
-    "bench/load/cli/session.py",
+    "bench/load/cli/command.py",
+    "bench/simulator/compare.py",
     "cbatch/cli/chat.py",
     "cbatch/engine/build.py",
     "cbatch/runtime/gpu/device_steps.py",

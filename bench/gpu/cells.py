@@ -38,7 +38,8 @@ class Bench:
     process writes at a time."""
 
     def __init__(self, out: Path, peers: Path | None = None) -> None:
-        self.out, self.peers = out, peers  # `peers` is the folder with the package vllm
+        out, self.peers = out.resolve(), peers  # `peers` is the folder with the package vllm
+        self.out = out
         self.full = torch.cuda.is_available()
         self.device = torch.device("cuda" if self.full else "cpu")
         self.about: Row = {}  # facts about the machine

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 from torch import Tensor
 
 from bench.gpu.cells import Bench, Cell, NotAvailable, Row
@@ -38,6 +38,7 @@ from bench.gpu.timing import (
     load_ceilings,
     step_kernels,
 )
+from bench.peers.engines import Vllm
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -180,10 +181,10 @@ class CbatchBench:
         engine = self._decoding(batch, lookahead, sampling)
         stats, samples = engine.scheduler.stats, []
         for _ in range(1 + _WINDOWS):
+            while samples and stats.steps < samples[-1][1] + _WINDOW_STEPS:
+                _advance(engine)
             counts = stats.steps, stats.emitted_tokens, stats.drafted_tokens
             samples.append((time.perf_counter(), *counts))
-            while stats.steps < samples[-1][1] + _WINDOW_STEPS:
-                _advance(engine)
         seconds, steps, tokens, drafts = np.diff(np.array(samples), axis=0).T
         if engine.scheduler.num_running != batch:
             raise RuntimeError(f"{engine.scheduler.num_running} of {batch} sequences ran")
@@ -270,7 +271,7 @@ def simulate_acceptance() -> None:
 class VllmBench:
     def __init__(self, bench: Bench) -> None:
         self.bench, self.shape = bench, MODELS[MODEL]
-        self.llm: Any = None
+        self._engine: Vllm | None = None
         self._note = ""
 
     def start(self) -> Row:
@@ -282,28 +283,24 @@ class VllmBench:
         if importlib.util.find_spec("flashinfer") is None:
             os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
             self._note = "flashinfer is missing: vLLM samples by its own kernels"
-        import vllm
-
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(config_of(self.shape)))
-        self.llm = vllm.LLM(
-            model=str(model),
+        self._engine = Vllm(
+            str(model),
             load_format="dummy",
-            skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=2048,
             max_num_seqs=max(BATCHES),
             gpu_memory_utilization=0.40,
             kv_cache_memory_bytes=13 << 30,
-            enable_prefix_caching=False,
             compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},
         )
         try:
-            self.llm.apply_model(_set_head_weights)
+            self._engine.llm.apply_model(_set_head_weights)
         except Exception as error:
             self._note += f"; logits are flat: {type(error).__name__}: {error}"[:200]
         seconds = time.perf_counter() - began_s
-        return {"version": vllm.__version__, "seconds": seconds, "note": self._note}
+        return {"version": self._engine.version, "seconds": seconds, "note": self._note}
 
     def measure(self, batch: int, lookahead: str, sampling: str) -> Row:
         short_s = min(self._seconds(batch, sampling, _SHORT_TOKENS) for _ in range(2))
@@ -312,9 +309,9 @@ class VllmBench:
         return {"step_ms": step_s * 1e3, "tokens_per_s": batch / step_s, "note": self._note}
 
     def profile(self, batch: int, lookahead: str, sampling: str) -> Row:
-        prompts, params = self._requests(batch, sampling, 64)
-        engine = self.llm.llm_engine
-        for at, prompt in enumerate(prompts):
+        engine, prompts = self.engine.llm.llm_engine, _prompts(self.shape, batch)
+        requests, params = self.engine.requests(prompts, 64, **SAMPLING[sampling])
+        for at, prompt in enumerate(requests):
             engine.add_request(f"{sampling} {batch} {at}", prompt, params)
         decoding: set[str] = set()
         while len(decoding) < batch:
@@ -324,21 +321,17 @@ class VllmBench:
             engine.step()
         return row
 
-    def _requests(self, batch: int, sampling: str, tokens: int) -> tuple[list[Any], Any]:
-        if self.llm is None:
+    @property
+    def engine(self) -> Vllm:
+        if self._engine is None:
             raise NotAvailable("vLLM did not start")
-        import vllm
-
-        options: dict[str, Any] = {"ignore_eos": True, "detokenize": False, **SAMPLING[sampling]}
-        prompts = [{"prompt_token_ids": prompt} for prompt in _prompts(self.shape, batch)]
-        return prompts, vllm.SamplingParams(max_tokens=tokens, **options)
+        return self._engine
 
     def _seconds(self, batch: int, sampling: str, tokens: int) -> float:
-        requests = self._requests(batch, sampling, tokens)
-        began_s = time.perf_counter()
-        completions = self.llm.generate(*requests, use_tqdm=False)
+        prompts, began_s = _prompts(self.shape, batch), time.perf_counter()
+        outputs, _ = self.engine.run(prompts, tokens, **SAMPLING[sampling])
         seconds = time.perf_counter() - began_s
-        if sum(len(each.outputs[0].token_ids) for each in completions) != batch * tokens:
+        if sum(map(len, outputs)) != batch * tokens:
             raise RuntimeError("vLLM generated fewer tokens than requested")
         return seconds
 

@@ -25,6 +25,7 @@ _COMPILED_S = 60.0  # longest wait for kernels of rare requests, which use the h
 _KV_BYTES = 1 << 30
 _ROOT = Path(__file__).parents[2]
 _CHATS = _ROOT / "bench" / "data" / "chat_prompts.json"
+HEADS = {"demo": demo_head(), "smollm2": _ROOT / "tools" / "smollm2_head"}
 # Model, what drafts for it, numerics; lookaheads.
 _SETTINGS = {
     ("demo", "model", "fast"): ("off", "adaptive", "fixed:3"),
@@ -81,7 +82,7 @@ def _load(model: str, drafter: str, numerics: str, lookahead: str) -> LLM:
     options |= {"seed": 1, "kv_cache_memory_bytes": _KV_BYTES}
     target, draft = demo_paths() if model == "demo" else (model, None)
     if drafter == "head":
-        draft = demo_head() if model == "demo" else _ROOT / "tools" / "heads" / model
+        draft = HEADS[model]
     if drafter == "ngram":
         options["drafter"] = (drafter,)
     try:

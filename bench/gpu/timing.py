@@ -1,6 +1,10 @@
 """Times of launches: replays of a CUDA graph over inputs that exceed the cache. The kernels of a
 step, from torch.profiler. The device's ceilings: the highest rates at which it reads, copies and
-multiplies, each the best of several kernels over buffers far larger than any cache.
+multiplies, each the best of several kernels over buffers far larger than any cache. Workloads, and
+lower limits of their time: bytes and arithmetic, each counted once, at the device's ceilings.
+
+Names of workloads follow vLLM's batch grammar: `2q2k_32q1s4k` is 2 prefills of 2048 tokens and 32
+decodes over 4096.
 """
 
 from __future__ import annotations
@@ -29,6 +33,26 @@ BYTES, EDGE = 4 << 30, 8192  # bytes of a ceiling's buffer; rows of its square m
 PROGRAMS = 132 * 8  # launched programs: 8 for each multiprocessor of an H100 or H200
 _WARM_S = 0.5  # work before the first sample: an idle device has low clocks
 _TILES = ((4096, 4), (8192, 8), (16384, 8))  # (words per load, warps)
+_PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
+DECODE, VERIFY = "64q1s4k", "64q8s4k"
+FEW_LONG, CHUNK = "q8s32k", "q2k"
+# The context lengths of ThunderMLA's benchmark, with 4 new tokens each.
+UNEVEN = "q4s4641_q4s45118_q4s1730_q4s1696"
+RAGGED = "_".join(f"8q{1 + k}s4k" for k in range(8))
+# The most informative workloads first: a time limit cuts off the last ones.
+ATTENTION = (
+    DECODE, VERIFY, CHUNK, FEW_LONG, "2q2k_32q1s4k", RAGGED, UNEVEN, "q2ks8k",
+    "16q4s8k", "8q1s4k", "q1s1k", "q1s4k", "q1s16k", "q1s64k", "q1s128k", "64q1s256", "256q1s1k",
+)  # fmt: skip
+HEADS = {"llama-8b": Heads(kv_heads=8, group=4, head_dim=128)}
+HEADS["llama-1b"] = HEADS["llama-8b"]._replace(head_dim=64)
+MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
+MODEL, SMALLER = MODELS  # the first measured model, and one for the remaining time
+BATCHES = (64, 8, 1, 128)
+PROMPT_TOKENS = 512
+# Standard deviation of logits from random weights: a nucleus of top_p holds 1 to some 300 tokens.
+LOGIT_STD = 4.0
+SAMPLING = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 0.8, "top_p": 0.9}}
 
 
 def input_sets(bench: Bench, num_bytes: int) -> int:
@@ -137,9 +161,6 @@ def _best(unit: str, work: int, calls: dict[str, Call]) -> Row:
     return {"unit": unit, "per_s": rates[best], "best": best, "rates": rates}
 
 
-_PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
-
-
 class Query(NamedTuple):
     """A query of `query_tokens` new tokens, the last at position `context_tokens` - 1."""
 
@@ -162,28 +183,6 @@ def workload(name: str) -> list[Query]:
             raise ValueError(f"workload: {part!r} has a query longer than its context, or none")
         queries += [Query(tokens, context_tokens)] * int(count or 1)
     return queries
-
-
-DECODE, VERIFY = "64q1s4k", "64q8s4k"
-FEW_LONG, CHUNK = "q8s32k", "q2k"
-# The context lengths of ThunderMLA's benchmark, with 4 new tokens each.
-UNEVEN = "q4s4641_q4s45118_q4s1730_q4s1696"
-RAGGED = "_".join(f"8q{1 + k}s4k" for k in range(8))
-# The most informative workloads first: a time limit cuts off the last ones.
-ATTENTION = (
-    DECODE, VERIFY, CHUNK, FEW_LONG, "2q2k_32q1s4k", RAGGED, UNEVEN, "q2ks8k",
-    "16q4s8k", "8q1s4k", "q1s1k", "q1s4k", "q1s16k", "q1s64k", "q1s128k", "64q1s256", "256q1s1k",
-)  # fmt: skip
-
-HEADS = {"llama-8b": Heads(kv_heads=8, group=4, head_dim=128)}
-HEADS["llama-1b"] = HEADS["llama-8b"]._replace(head_dim=64)
-MODELS = {name: load_shape(name) for name in ("llama-3.1-8b", "llama-3.2-1b")}
-MODEL, SMALLER = MODELS  # the first measured model, and one for the remaining time
-BATCHES = (64, 8, 1, 128)
-PROMPT_TOKENS = 512
-# Standard deviation of logits from random weights: a nucleus of top_p holds 1 to some 300 tokens.
-LOGIT_STD = 4.0
-SAMPLING = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 0.8, "top_p": 0.9}}
 
 
 class Ceilings(NamedTuple):

@@ -228,31 +228,28 @@ class OpenVino:
 
 
 class Vllm:
-    """vLLM on a CPU, without a separate engine process; it reports no steps."""
+    """vLLM without a separate engine process; it reports no steps."""
 
-    def __init__(
-        self, model: str, dtype: str, *, max_sequences: int, tokens: int, kv_bytes: int
-    ) -> None:
+    def __init__(self, model: str, **options: Any) -> None:
         import vllm
 
         # vLLM's cache of compiled code depends on the given path, so every run gives the same path.
         os.chdir(Path(model).parent)
-        self._params = vllm.SamplingParams
-        self._llm = vllm.LLM(
-            Path(model).name,
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            max_model_len=tokens,
-            max_num_seqs=max_sequences,
-            kv_cache_memory_bytes=kv_bytes,
-            enable_prefix_caching=False,
-        )
+        self.version, self._params = vllm.__version__, vllm.SamplingParams
+        options |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+        self.llm = vllm.LLM(model=Path(model).name, **options)
 
-    def run(self, prompts: Prompts, output_tokens: int) -> tuple[Prompts, list[float]]:
-        requests = [{"prompt_token_ids": ids} for ids in prompts]
-        lengths = {"max_tokens": output_tokens, "min_tokens": output_tokens, "ignore_eos": True}
-        params = self._params(temperature=0.0, detokenize=False, **lengths)
-        completions = self._llm.generate(requests, params, use_tqdm=False)
+    def requests(self, prompts: Prompts, tokens: int, **sampling: float) -> tuple[list[Any], Any]:
+        """Return the arguments of `generate` for outputs of `tokens` tokens."""
+        lengths = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
+        params = self._params(detokenize=False, **lengths, **sampling)
+        return [{"prompt_token_ids": ids} for ids in prompts], params
+
+    def run(
+        self, prompts: Prompts, output_tokens: int, temperature: float = 0.0, **sampling: float
+    ) -> tuple[Prompts, list[float]]:
+        requests = self.requests(prompts, output_tokens, temperature=temperature, **sampling)
+        completions = self.llm.generate(*requests, use_tqdm=False)
         return [list(completion.outputs[0].token_ids) for completion in completions], []
 
 

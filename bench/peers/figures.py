@@ -159,13 +159,13 @@ def rows_of(
     first_peer = next((each for system, each in values if system.name != CBATCH), None)
     own = values[0][1] if values and values[0][0].name == CBATCH else None
     rows = []
-    for system, each in values:
-        to_peer = _ratios(each, first_peer)
+    for system, turns in values:
+        to_peer = _ratios(turns, first_peer)
         row = {"model": model, "figure": figure, "batch": batch, "system": system.name}
         row |= {"lookahead": system.lookahead}
-        row |= dict(zip(("value", "min", "max"), _cuts(each), strict=True))
+        row |= dict(zip(("value", "min", "max"), _cuts(turns), strict=True))
         row |= dict(zip(("to_peer", "to_min", "to_max"), _cuts(to_peer), strict=True))
-        rows.append(row | {"ours_to_it": _cuts(_ratios(own, each))[0]})
+        rows.append(row | {"ours_to_it": _cuts(_ratios(own, turns))[0]})
     return rows
 
 

@@ -1,4 +1,7 @@
-"""A process that runs one of the compared systems."""
+"""The systems that are compared, the processes that run them, and a model in the formats that they
+read: a Hugging Face directory or a GGUF file. A missing format is written once, from the same
+weights.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,17 @@ from cbatch.text import TextTokenizer, TokenizerError
 
 _ROOT = Path(__file__).parents[2]
 _SETTLE_S = 0.3  # pause before a run, until idle threads of the previous system stop spinning
+CBATCH, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
+OPENVINO, LAYERS = "openvino", "transformers"
+# The package of each peer, and the flag that names another Python that has it.
+PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm", OPENVINO: "openvino_genai", LAYERS: LAYERS}
+FLAGS = {LLAMA_CPP: "--llama", VLLM: "--vllm", OPENVINO: "--openvino"}
+PEERS = tuple(PACKAGES)
+_VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
+NAMES = (*SHAPES, "demo", *PACKAGED)
+_PLAIN = {"F32": F32, "F16": F16, "BF16": BF16}
+TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
+TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # llama.cpp's names of types that cbatch reads
 
 
 class Run(msgspec.Struct):
@@ -143,19 +157,6 @@ def started(systems: Sequence[System], failures: Failures) -> Iterator[list[Work
                     worker.start()
                     workers.append(worker)
         yield workers
-
-
-CBATCH, LLAMA_CPP, VLLM = "cbatch", "llama.cpp", "vllm"
-OPENVINO, LAYERS = "openvino", "transformers"
-# The package of each peer, and the flag that names another Python that has it.
-PACKAGES = {LLAMA_CPP: "llama_cpp", VLLM: "vllm", OPENVINO: "openvino_genai", LAYERS: LAYERS}
-FLAGS = {LLAMA_CPP: "--llama", VLLM: "--vllm", OPENVINO: "--openvino"}
-PEERS = tuple(PACKAGES)
-_VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
-NAMES = (*SHAPES, "demo", *PACKAGED)
-_PLAIN = {"F32": F32, "F16": F16, "BF16": BF16}
-TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
-TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # llama.cpp's names of types that cbatch reads
 
 
 class ModelFormats:
@@ -309,8 +310,8 @@ def make_systems(
 ) -> list[System]:
     """Return cbatch by lookahead, off first, then the installed peers in the given order. With
     `exact`, systems with a choice of dtype use float32."""
-    common: dict[str, Any] = {"max_sequences": sizes.max_sequences, "tokens": sizes.tokens}
-    timed = common | {"threads": args.threads, "exact": exact}
+    timed: dict[str, Any] = {"max_sequences": sizes.max_sequences, "tokens": sizes.tokens}
+    timed |= {"threads": args.threads, "exact": exact}
     own = timed | {"step_tokens": sizes.step_tokens, "draft": None, "lookahead": "off"}
     own["model"] = str(model.cbatch_path)
     systems: list[System] = []
@@ -328,9 +329,9 @@ def make_systems(
         elif peer == LAYERS:
             settings = own | {"model": str(model.directory), "model_impl": peer}
         else:
-            dtype = "float32" if exact else model.dtype
-            settings = common | {"model": str(model.directory), "dtype": dtype}
-            settings["kv_bytes"] = _kv_bytes(model, sizes)
+            settings = {"model": str(model.directory), "dtype": "float32" if exact else model.dtype}
+            settings |= {"max_num_seqs": sizes.max_sequences, "max_model_len": sizes.tokens}
+            settings["kv_cache_memory_bytes"] = _kv_bytes(model, sizes)
         engine = CBATCH if peer == LAYERS else peer
         systems.append(System(peer, engine, python, args.threads, settings))
     return systems

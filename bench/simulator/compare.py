@@ -49,6 +49,8 @@ BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}  # allowed relative er
 STEPS = 16  # of each batch, before the runs and after each repeat
 ACCEPTANCE_TOKENS, ACCEPTANCE_K = 72, 8  # output tokens per prompt, and drafts per step
 _MAX_NUM_SEQS = 32
+_OUTPUT_TOKENS = (8, 64)  # range of a request
+Prompts = Sequence[Sequence[int]]
 
 
 class ServedRequest(NamedTuple):
@@ -234,10 +236,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-_OUTPUT_TOKENS = (8, 64)  # range of a request
-Prompts = Sequence[Sequence[int]]
 
 
 class SimulatedEngine(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu import __main__ as command
-from bench.gpu import correctness, engine, report
+from bench.gpu import correctness, engine, models, report
 from bench.gpu.cells import FAULT_EXIT, Bench, Cell, NotAvailable, Row
 from bench.gpu.inputs import ROWS, VOCAB, profiles, recorded_logits
 from bench.gpu.sweep import WORKLOADS, best_tiles, table_of
@@ -162,6 +162,7 @@ def test_every_cell_of_a_device_can_be_named(tmp_path: Path, monkeypatch: Any) -
         cells = list(command.SECTIONS[section].cells(OnGpu(tmp_path)))
         assert len({cell.key for cell in cells}) == len(cells) >= count, section
         json.dumps([cell.labels for cell in cells])
+    assert all(folder.is_dir() for folder in models.HEADS.values())
 
 
 def test_peers_that_are_none_are_refused(tmp_path: Path, capsys: Any) -> None:
@@ -309,6 +310,7 @@ def test_packed_vllm_is_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with zipfile.ZipFile(peers / "wheels" / "sibling-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("sibling.py", "")
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)  # which vLLM's engine changes
     for name in ("vllm", "sibling"):
         monkeypatch.setitem(sys.modules, name, None)  # removes the fake module after the test
         del sys.modules[name]

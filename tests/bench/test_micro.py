@@ -50,6 +50,10 @@ PROFILES = {
     ),
 }
 
+BLOCK_TOKENS, NUM_BLOCKS = 16, 65_536
+VOCAB_SIZE, PEAK = 4096, 12.0  # PEAK: logit of a likeliest token
+NUM_TOKENS = 256
+
 
 def inputs(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return accepted drafts, trials and maximum depths of rows whose acceptance is about 2/3."""
@@ -114,8 +118,6 @@ def test_whole_choice(benchmark, rows):
 
 # --- the block pool. Each round restores it.
 
-BLOCK_TOKENS, NUM_BLOCKS = 16, 65_536
-
 
 @pytest.mark.parametrize("count", [1, 256])
 def test_allocate_and_release(benchmark, count):
@@ -172,8 +174,6 @@ def _cache(pool: BlockPool, tokens: np.ndarray) -> np.ndarray:
 
 # --- the rejection sampler, torch on the CPU, with the demo's vocabulary.
 
-VOCAB_SIZE, PEAK = 4096, 12.0  # PEAK: logit of a likeliest token
-
 
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("rows", [1, 32])
@@ -213,8 +213,6 @@ def _table(mode: str, rows: int) -> InputBatch:
 
 
 # --- detokenising one sequence of 256 tokens.
-
-NUM_TOKENS = 256
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,12 @@ def system(name: str, engine: str = "cbatch", **settings: Any) -> System:
     return System(name, engine, sys.executable, 2, settings)
 
 
+@pytest.fixture(autouse=True)
+def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage before a turn takes a second in a process that has many modules."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
 class InProcess:
     """A worker without a process of its own."""
 
@@ -102,15 +108,16 @@ def fixed(name: str, *seconds: float) -> Any:
     return SimpleNamespace(system=system(name), run=run)
 
 
-@pytest.mark.slow
-def test_all_of_them_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each runs in its process. Tokens of peers that are no part of `make test` are compared."""
+def test_all_of_them_agree_and_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each runs in a process of its own: cbatch, and peers that are installed."""
     sizes = ("--prompt-tokens", "12", "--output-tokens", "6", "--prompts", "1", "--repeats", "1")
-    packages = {"llama.cpp": "llama_cpp", "vllm": "vllm", "transformers": "transformers"}
+    packages = {"llama.cpp": "llama_cpp", "vllm": "vllm"}
     present = [peer for peer, package in packages.items() if importlib.util.find_spec(package)]
-    compared = [] if len(present) > 1 else ["--skip-agreement"]
-    peers.main(["--model", "llama-1m", "--type", "bf16", "--batch", "3", *sizes, *compared])
+    peers.main(
+        ["--model", "llama-1m", "--type", "bf16", "--batch", "3", "--peer", *present, *sizes]
+    )
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["system"] for row in summary["agreement"]] == present
     assert all(row["agrees"] and row["sequences"] == 4 for row in summary["agreement"])
     timed = ["cbatch", *present]
     stepping = [name for name in timed if name != "vllm"]
@@ -338,13 +345,16 @@ def test_a_system_that_fails_is_left_out(
         failures.end()
 
 
-def test_a_system_that_does_not_start_is_left_out() -> None:
-    failures = Failures()
-    with started([system("gone", "gone"), system("cbatch", nonsense=1)], failures) as workers:
+def test_a_system_that_does_not_start_is_left_out(tmp_path: Path) -> None:
+    """One has no engine, the other's engine fails after its imports."""
+    python, failures = tmp_path / "python", Failures()
+    python.write_text("#!/bin/sh\necho '{}'\nread line\necho no such model >&2\nexit 1\n")
+    python.chmod(0o755)
+    broken = System("broken", "cbatch", str(python), 2, {})
+    with started([system("gone", "gone"), broken], failures) as workers:
         assert workers == []
     assert "KeyError: 'gone'" in failures.words["gone"]
-    assert "the worker of cbatch died" in failures.words["cbatch"]
-    assert "missing" in failures.words["cbatch"]
+    assert failures.words["broken"] == "the worker of broken died:\nno such model"
 
 
 def test_rows_are_medians_and_ratios_within_a_turn(

@@ -349,6 +349,6 @@ def answered(toy: Client) -> float:
 
 def test_the_self_test() -> None:
     with stub_server() as endpoint:
-        row = asyncio.run(measure_client(endpoint, 16, 2, rounds=1))
-    assert (row["chunks"], row["failed"], row["processes"]) == (16 * 200, 0, 2)
+        row = asyncio.run(measure_client(endpoint, 16, rounds=2))
+    assert (row["chunks"], row["failed"], row["processes"]) == (16 * 2 * 200, 0, 1)
     assert row["of_needed"] == pytest.approx(row["chunks_per_s_per_core"] / 5e4, abs=1e-3)

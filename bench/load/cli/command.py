@@ -43,6 +43,27 @@ an error. The report has the definitions of cbatch sim. Without --rate or --trac
 closed loop of --concurrency clients.
 """
 FAILED_RUN = 1  # exit status if too many calls failed
+LINE_EVERY_S = 5.0  # interval of progress lines if standard error is not a terminal
+SPREADS = ("ttft_s", "ttft_from_send_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "normalised_s")
+_REMEDIES = {  # by label of the failure
+    "not connected": "start the server, or fix the URL",
+    "status 401|status 403": "give --api-key, or set CBATCH_API_KEY",
+    "status 404|status 405": "fix the URL or --model, or choose the endpoint (--chat)",
+    "status 429|status 503": "lower --concurrency or --rate",
+    "timeout": "raise --timeout, or lower --concurrency or --rate",
+    "client": "lower --concurrency, or raise the limit of open files (ulimit -n)",
+    "no usage": "leave out --no-stream, so that chunks can be counted",
+    "malformed": "give --no-stream, or fix the URL",
+}
+_CHANGES = {  # by word in the server's message
+    "continuous_usage_stats": "give --final-usage",
+    "stream_options": "give --field stream_options=null",
+    "ignore_eos": "give --no-ignore-eos",
+    "temperature": "change --temperature",
+    "max_completion_tokens": "give --field max_completion_tokens=N",
+    "messages": "give --chat",
+    "context|max_tokens": "lower --prompt-tokens or --output-tokens",
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -131,29 +152,6 @@ def _write(options: LoadOptions, points: list[Point], capacity: Capacity | None)
             write_points(options.page, str(options.url), points)
     except OSError as error:
         raise FieldError("report", f"cannot be written ({error})", "make room for it") from error
-
-
-LINE_EVERY_S = 5.0  # interval of progress lines if standard error is not a terminal
-SPREADS = ("ttft_s", "ttft_from_send_s", "tpot_s", "itl_s", "chunk_gap_s", "e2e_s", "normalised_s")
-_REMEDIES = {  # by label of the failure
-    "not connected": "start the server, or fix the URL",
-    "status 401|status 403": "give --api-key, or set CBATCH_API_KEY",
-    "status 404|status 405": "fix the URL or --model, or choose the endpoint (--chat)",
-    "status 429|status 503": "lower --concurrency or --rate",
-    "timeout": "raise --timeout, or lower --concurrency or --rate",
-    "client": "lower --concurrency, or raise the limit of open files (ulimit -n)",
-    "no usage": "leave out --no-stream, so that chunks can be counted",
-    "malformed": "give --no-stream, or fix the URL",
-}
-_CHANGES = {  # by word in the server's message
-    "continuous_usage_stats": "give --final-usage",
-    "stream_options": "give --field stream_options=null",
-    "ignore_eos": "give --no-ignore-eos",
-    "temperature": "change --temperature",
-    "max_completion_tokens": "give --field max_completion_tokens=N",
-    "messages": "give --chat",
-    "context|max_tokens": "lower --prompt-tokens or --output-tokens",
-}
 
 
 class ProgressDisplay:

@@ -1,4 +1,7 @@
-"""`cbatch report`: compare measured or simulated reports, in a table or on an HTML page."""
+"""`cbatch report`: compare measured or simulated reports, in a table or on an HTML page. The CSV
+table and the page of `cbatch bench`. On the page, `running` is the number of calls in flight,
+including calls that wait in the server. Other series come from the server's /metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Record of a single call as its client saw it, and the kinds of failure."""
+"""Record of a single call as its client saw it, and a minimal HTTP/1.1 client that passes on each
+piece of a response with its time of arrival.
+
+The parser is httptools' (llhttp). Connections are reused. If a reused connection ends before the
+first byte of a response, the request is sent again on a new one (RFC 9112, section 9.3.1). That is
+safe, since a repeated completion does no harm.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,14 @@ from cbatch.core.request.errors import FieldError
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # "chunks": the server sent no usage, and each chunk with output counts as a token.
 TokenSource = Literal["per chunk usage", "usage", "chunks", "none"]
+IDLE_S = 3.0  # idle time after which a connection is not reused; most servers allow 5 s
+MAX_HEAD_BYTES = 2**16  # of an interim response
+# Interim responses, such as 103 Early Hints, come before the response (RFC 9110, section 15.2).
+# After 101 the connection has another protocol.
+_INTERIM = re.compile(rb"HTTP/\d\.\d 1(?!01)\d\d[ \r\n]")
+_STATUS_BYTES = len("HTTP/1.1 103 ")  # bytes that show if a response is interim
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
+CLIENT_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # limits of the client machine
 
 
 class Failure(StrEnum):
@@ -124,16 +138,6 @@ class LiveTally:
     in_flight: int = 0
     chunks: int = 0
     tokens: int = 0
-
-
-IDLE_S = 3.0  # idle time after which a connection is not reused; most servers allow 5 s
-MAX_HEAD_BYTES = 2**16  # of an interim response
-# Interim responses, such as 103 Early Hints, come before the response (RFC 9110, section 15.2).
-# After 101 the connection has another protocol.
-_INTERIM = re.compile(rb"HTTP/\d\.\d 1(?!01)\d\d[ \r\n]")
-_STATUS_BYTES = len("HTTP/1.1 103 ")  # bytes that show if a response is interim
-_HEAD_END = re.compile(rb"\r?\n\r?\n")
-CLIENT_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # limits of the client machine
 
 
 class Endpoint(msgspec.Struct, frozen=True):

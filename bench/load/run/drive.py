@@ -1,4 +1,4 @@
-"""One client process of a run: sends the requests of a source to a server in real time.
+"""Sends the requests of a source to a server in real time, from this process or from several.
 
 Only the source decides when a request is due; a slow response delays the next request only in a
 closed loop. Latencies count from the time at which a request was due.
@@ -24,13 +24,16 @@ from msgspec.structs import replace
 
 from bench.load.client.answer import AnswerReader
 from bench.load.client.bodies import Bodies, BodySettings
-from bench.load.client.http import CallError, Endpoint, HttpClient, LiveTally, TimedCall
+from bench.load.client.http import CallError, Endpoint, HttpClient, LiveTally
 from cbatch.core.request.errors import FieldError
 from sim.workload.sources import OpenLoop, Source
 from sim.workload.traces.changes import endless
 from sim.workload.traces.request import TraceRequest
 
 MAX_FAILURES = 100  # number of failures, without a success, after which sending stops
+TALLY_EVERY_S = 0.25  # interval of progress reports, and of checks for a stop
+_COUNTS = len(fields(LiveTally))
+Watch = Callable[[LiveTally, float], None]  # called with the tally and the seconds since the start
 
 
 class ClosedSessions:
@@ -151,48 +154,41 @@ async def drive(
 ) -> Part:
     """Run a plan. `start_s` is the start of the run on the monotonic clock. Setting `stop` cancels
     the calls in flight."""
-    clock: Callable[[], float] = lambda: time.monotonic() - start_s  # noqa: E731
-    client = HttpClient(plan.endpoint, key=plan.key, timeout_s=plan.timeout_s, clock=clock)
-    driver = _Driver(plan, client, clock, tally or LiveTally())
-    cpu_s = time.process_time()
-    try:
-        await driver.run(stop)
-    finally:
-        client.close()
-    cpu_s = time.process_time() - cpu_s
-    return Part(driver.calls, driver.unfinished, driver.gave_up, cpu_s, clock(), start_s)
+    driver, cpu_s = _Driver(plan, start_s, tally or LiveTally()), time.process_time()
+    await driver.run(stop)
+    driver.part.cpu_s, driver.part.elapsed_s = time.process_time() - cpu_s, driver.clock()
+    return driver.part
 
 
 class _Driver:
-    def __init__(
-        self, plan: PartPlan, client: HttpClient, clock: Callable[[], float], tally: LiveTally
-    ) -> None:
-        self._plan, self._client, self._clock, self._tally = plan, client, clock, tally
+    def __init__(self, plan: PartPlan, start_s: float, tally: LiveTally) -> None:
+        self.clock: Callable[[], float] = lambda: time.monotonic() - start_s
+        self.part = Part([], 0, False, 0.0, 0.0, start_s)
+        self._plan, self._tally = plan, tally
+        self._client = HttpClient(
+            plan.endpoint, key=plan.key, timeout_s=plan.timeout_s, clock=self.clock
+        )
         self._source, self._bodies = plan.source(), Bodies(plan.bodies)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._finished = asyncio.Event()
+        # Has the exception of a call if that is no `CallError`.
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._sending = True
-        self._exception: BaseException | None = None  # an exception that is no `CallError`
-        self.calls: list[TimedCall] = []
-        self.unfinished = 0
-        self.gave_up = False
 
     async def run(self, stop: asyncio.Event) -> None:
         stopping = asyncio.create_task(stop.wait())
-        finished = asyncio.create_task(self._finished.wait())
+        ends: set[asyncio.Future[Any]] = {stopping, self._finished}
         self._send_due()
         try:
-            await asyncio.wait({stopping, finished}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._sending = False
-            self.unfinished = self._tally.in_flight
-            helpers = (stopping, finished)
-            for task in (*self._tasks, *helpers):
+            self._sending, self.part.unfinished = False, self._tally.in_flight
+            for task in (*self._tasks, stopping):
                 task.cancel()
-            await asyncio.gather(*self._tasks, *helpers, return_exceptions=True)
-        if self._exception is not None:
-            raise self._exception
+            await asyncio.gather(*self._tasks, stopping, return_exceptions=True)
+            self._client.close()
+        if self._finished.done():
+            self._finished.result()
 
     # -- inside
 
@@ -206,7 +202,7 @@ class _Driver:
             due_s = self._source.next_arrival_s()
             if due_s is None or (end_s is not None and due_s >= end_s):
                 break
-            wait_s = due_s - self._clock()
+            wait_s = due_s - self.clock()
             if wait_s > 0:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._send_due)
                 return
@@ -216,8 +212,8 @@ class _Driver:
             task.add_done_callback(self._ended)
             self._tally.sent += 1
             self._tally.in_flight += 1
-        if not self._tally.in_flight:
-            self._finished.set()
+        if not (self._tally.in_flight or self._finished.done()):
+            self._finished.set_result(None)
 
     async def _call(self, index: int, request: TraceRequest) -> None:
         prepared = self._bodies.prepare(index, request)
@@ -225,31 +221,26 @@ class _Driver:
         reader = AnswerReader(
             call, tally, streamed=self._plan.bodies.streamed, keep_text=prepared.keep_text
         )
-        call.sent_s = self._clock()
+        call.sent_s = self.clock()
         try:
             await self._client.call("POST", self._bodies.path, prepared.body, reader)
             tally.done += 1
         except CallError as error:
-            call.error, call.end_s = error, self._clock()
+            call.error, call.end_s = error, self.clock()
             tally.failed += 1
             if not tally.done and tally.failed >= MAX_FAILURES:
-                self.gave_up, self._sending = True, False
+                self.part.gave_up, self._sending = True, False
         tally.in_flight -= 1
-        self.calls.append(call)
+        self.part.calls.append(call)
         self._bodies.add_answer(request, reader.text)
-        self._source.ended(request, self._clock())
+        self._source.ended(request, self.clock())
         self._send_due()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._exception = task.exception()
-            self._finished.set()
-
-
-TALLY_EVERY_S = 0.25  # interval of progress reports, and of checks for a stop
-_COUNTS = len(fields(LiveTally))
-Watch = Callable[[LiveTally, float], None]  # called with the tally and the seconds since the start
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._finished.done():
+            self._finished.set_exception(error)
 
 
 def split(plan: PartPlan, processes: int) -> list[PartPlan]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.load.client.http import TimedCall, TokenSource
+from bench.load.client.http import CallError, TimedCall, TokenSource
 from bench.load.run.drive import Part
 from bench.load.run.report import (
     COUNTERS,
@@ -128,16 +128,7 @@ def _measure(
         settings=settings,
         requests=len(good),
         cut_requests=sum(call.ignore_eos and call.output_tokens < call.max_tokens for call in good),
-        refused=tuple(
-            Refused(
-                index=call.index,
-                prompt_tokens=call.prompt_tokens,
-                output_tokens=call.max_tokens,
-                reason=error.detail,
-            )
-            for call, error in failed
-            if error.status in REFUSALS
-        ),
+        refused=tuple(_refused(call, error) for call, error in failed if error.status in REFUSALS),
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -163,6 +154,15 @@ def _measure(
         **load,
         **_times(good),
         **_goodput(calls, objectives, duration_s),
+    )
+
+
+def _refused(call: TimedCall, error: CallError) -> Refused:
+    return Refused(
+        index=call.index,
+        prompt_tokens=call.prompt_tokens,
+        output_tokens=call.max_tokens,
+        reason=error.detail,
     )
 
 

@@ -48,6 +48,11 @@ _NOT_REPORTED = (
     *("csv", "records", "page", "json", "quiet", "self_test"),
 )
 
+# Default number of requests: at least 64, and at least 8 per client of a closed loop.
+MIN_REQUESTS, ROUNDS = 64, 8
+ENDLESS = 10**9  # more requests than a run can send
+DEMO = "demo"
+
 
 class LoadOptions(Reading, frozen=True, kw_only=True):
     """All options of `cbatch bench`. None: the default depends on other options."""
@@ -211,12 +216,6 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[floa
     if not all(0 < each <= MAX_FLOAT for each in numbers):
         raise FieldError(option, f"{text!r} is not allowed", "give positive numbers")
     return numbers
-
-
-# Default number of requests: at least 64, and at least 8 per client of a closed loop.
-MIN_REQUESTS, ROUNDS = 64, 8
-ENDLESS = 10**9  # more requests than a run can send
-DEMO = "demo"
 
 
 class Workload:

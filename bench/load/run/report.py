@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,26 @@ from sim.report.capacity import Capacity
 from sim.report.report import SCHEMA, VERSION, Record, Report, Spread
 
 SWEEP_SCHEMA = "cbatch-sweep"
+SCRAPE_EVERY_S = 1.0  # interval; a server may send no tokens while it writes the page.
+PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several prefixes have a metric, the first counts.
+Key = str | int  # name of a field in a report, or a draft position
+COUNTERS = {
+    "prompt_tokens_total": "prompt_tokens",
+    "generation_tokens_total": "output_tokens",
+    "spec_decode_num_drafts_total": "drafts",
+    "spec_decode_num_draft_tokens_total": "drafted_tokens",
+    "spec_decode_num_accepted_tokens_total": "accepted_tokens",
+    "num_preemptions_total": "preemptions",
+    "prefix_cache_hits_total": "prefix_hit_tokens",
+    "steps_total": "steps",
+}
+_GAUGES = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_share",
+}
+_POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
+_FIELDS = COUNTERS | _GAUGES
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -222,28 +242,6 @@ class _Header(msgspec.Struct):
     kind: str = ""
 
 
-SCRAPE_EVERY_S = 1.0  # interval; a server may send no tokens while it writes the page.
-PREFIXES = ("vllm", "cbatch", "llamacpp")  # if several prefixes have a metric, the first counts.
-Key = str | int  # name of a field in a report, or a draft position
-COUNTERS = {
-    "prompt_tokens_total": "prompt_tokens",
-    "generation_tokens_total": "output_tokens",
-    "spec_decode_num_drafts_total": "drafts",
-    "spec_decode_num_draft_tokens_total": "drafted_tokens",
-    "spec_decode_num_accepted_tokens_total": "accepted_tokens",
-    "num_preemptions_total": "preemptions",
-    "prefix_cache_hits_total": "prefix_hit_tokens",
-    "steps_total": "steps",
-}
-_GAUGES = {
-    "num_requests_running": "running",
-    "num_requests_waiting": "waiting",
-    "kv_cache_usage_perc": "kv_share",
-}
-_POSITIONS = "spec_decode_num_accepted_tokens_per_pos_total"
-_FIELDS = COUNTERS | _GAUGES
-
-
 class Scrape(NamedTuple):
     at_s: float  # on the monotonic clock
     values: dict[Key, float]
@@ -307,29 +305,24 @@ def samples_of(scrapes: list[Scrape], start_s: float) -> tuple[ServerSample, ...
     return tuple(sample(*each) for each in scrapes)
 
 
-class Watcher:
-    """Context manager that scrapes a server's /metrics at its start, every `SCRAPE_EVERY_S`, and at
-    its end. `growth` is the growth of counters from the start to the end."""
+@asynccontextmanager
+async def watching(client: HttpClient) -> AsyncIterator[list[Scrape]]:
+    """Yield a list of scrapes of a server's /metrics: the first, and one every
+    `SCRAPE_EVERY_S`. It is empty if the server has none."""
+    first = await scrape(client)
+    scrapes = [] if first is None else [first]
 
-    def __init__(self, client: HttpClient) -> None:
-        self._client = client
-        self.scrapes: list[Scrape] = []
-        self.growth: ServerCounters | None = None
-
-    async def __aenter__(self) -> Watcher:
-        first = await scrape(self._client)
-        self._task = asyncio.create_task(self._watch(first))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-        if self.scrapes:
-            self.growth = difference(self.scrapes[0], await scrape(self._client))
-
-    async def _watch(self, latest: Scrape | None) -> None:
-        while latest is not None:
-            self.scrapes.append(latest)
+    async def watch() -> None:
+        while scrapes:
             await asyncio.sleep(SCRAPE_EVERY_S)
-            latest = await scrape(self._client)
+            if (latest := await scrape(client)) is None:
+                return
+            scrapes.append(latest)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield scrapes
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -16,7 +16,7 @@ from bench.load.client.http import CallError, Endpoint, HttpClient
 from bench.load.run.drive import PartPlan, ramped, run_parts, split
 from bench.load.run.measure import LoadRun
 from bench.load.run.options import LoadOptions, OfferedLoad
-from bench.load.run.report import Knee, Measured, Sweep, Watcher, samples_of
+from bench.load.run.report import Knee, Measured, Sweep, difference, samples_of, scrape, watching
 from cbatch.core.request.errors import FieldError
 from sim.report.capacity import Capacity, Trial, rounds_needed, search_rates
 from sim.workload.tokens import mix
@@ -68,15 +68,16 @@ class Runner:
     async def _run(self, plan: PartPlan) -> LoadRun:
         client = HttpClient(plan.endpoint, key=plan.key, timeout_s=10.0)
         try:
-            async with Watcher(client) as watcher:
+            async with watching(client) as scrapes:
                 parts = split(plan, self._options.processes)
                 parts_run = await run_parts(parts, stop=self._stop, watch=self._view.update)
+            growth = difference(scrapes[0], await scrape(client)) if scrapes else None
         finally:
             client.close()
         return LoadRun(
             parts_run,
-            server=watcher.growth,
-            server_samples=samples_of(watcher.scrapes, parts_run[0].start_s),
+            server=growth,
+            server_samples=samples_of(scrapes, parts_run[0].start_s),
             interrupted=self._stop.is_set(),
             open_loop=plan.concurrency is None,
             ramp_s=self._options.ramp or 0.0,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import inputs, kernels, limits, sweep, timing
+from bench.gpu import inputs, kernels, sweep, timing
 from bench.gpu.cells import Bench
 from triton_kernels.attention import Heads
 
@@ -27,7 +27,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         (kernels, {"LOGITS": ("recorded",), "STEPS": ((1, 1), (1, 0)), "PRODUCT_ROWS": (3,)}),
         (kernels, {"WIDTH": 64, "INTERMEDIATE": 96, "compile_all": lambda _: {}}),
         (timing, {"BYTES": 1 << 16, "EDGE": 16, "PROGRAMS": 2}),
-        (sweep, {"HEADS": dict.fromkeys(limits.HEADS, HEADS), "resident_programs": lambda *_: 4}),
+        (sweep, {"HEADS": dict.fromkeys(timing.HEADS, HEADS), "resident_programs": lambda *_: 4}),
         (sweep, {"CANDIDATES": {64: [(16, 16, 4, 2, 3, False)], 16: []}}),
         (sweep, {"WORKLOADS": {16: {"3q1s20": 1.0}}}),
     ):
