@@ -162,11 +162,11 @@ def test_ends_of_the_range_are_reported(cbatch: Command, slow: Path) -> None:
         "sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "ttft=99", "--rate-scales", "1:4"
     )
     assert high.status == 0 and "capacity: at least 4 times the rate" in high.out
-    above = cbatch(
-        "sim", "capacity", slow, *SLOT_CONSTANT, "--slo", "ttft=99", "--rate-scales", "3:5"
-    )
-    tried = above.lines[-1]["scenarios"][0]["tried"]
-    assert [one["rate"] for one in tried] == [3, 5], "not the lower end of the range"
+    swept = (*ONE_SLOT, "--sweep", "step-seconds=0.01,0.02", "--processes", 1)
+    above = cbatch("sim", "capacity", slow, *swept, "--slo", "ttft=99", "--rate-scales", "3:5")
+    tried = [each["tried"] for each in above.lines[-1]["scenarios"]]
+    rates = [[one["rate"] for one in each] for each in tried]
+    assert rates == [[3, 5]] * 2, "not the lower end of the range"
 
 
 @pytest.mark.parametrize(

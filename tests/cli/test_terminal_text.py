@@ -80,11 +80,10 @@ def test_answers_and_thoughts_of_a_chat_are_shown(
     assert seen.split() == f"{escaped(text)}\n{escaped(text)}".split()
 
 
-@pytest.mark.parametrize("text", HOSTILE)
 def test_errors_and_the_models_name_are_shown(
-    cbatch: Command, monkeypatch: pytest.MonkeyPatch, engines: list[Engine], text: str
+    cbatch: Command, monkeypatch: pytest.MonkeyPatch, engines: list[Engine]
 ) -> None:
-    screen = Screen()
+    screen, text = Screen(), TEXT
     info = replace(INFO, model=f"models/{text}")
     monkeypatch.setattr("cbatch.cli.chat.load_engine", lambda *_: (make_engine(), info))
     lines = f"/{text}\n/set {text} 1\n/save /nowhere/{text}\n/system {text}\n/set\n"

@@ -226,19 +226,19 @@ def test_many_poison_calls_at_once_end_only_themselves(monkeypatch: pytest.Monke
     """The engine dies more often in a row than the limit for a broken engine, but is not given up.
     The choices of a call run on trial together."""
     monkeypatch.setattr(client_module, "MAX_PAUSE_S", 0.1)
-    monkeypatch.setattr(client_module, "MAX_DEATHS_WITHOUT_TOKEN", 3)
+    monkeypatch.setattr(client_module, "MAX_DEATHS_WITHOUT_TOKEN", 2)
     factory = SimFactory(poison=7, death="exit")
 
     async def scene() -> None:
         async with running(factory) as client:
-            poisons = [Watched(client, make_request("poison", [7, 1]))]
+            poisons = [Watched(client, make_request(f"poison{i}", [7, i])) for i in range(2)]
             choices = [make_request(f"many{i}", [7, 9], choice=i) for i in range(3)]
             poisons += Watched.call(client, choices)
             await all_over(poisons)
             for request in poisons:
                 assert_ended_by(request, FinishReason.ERROR, "dies whenever it runs this request")
-            assert client.num_starts - 1 > 3 + 1, "fewer deaths than the limit"
-            assert client.num_starts - 1 <= 2 * 4, "too many deaths per call"
+            assert client.num_starts - 1 > 2 + 1, "fewer deaths than the limit"
+            assert client.num_starts - 1 <= 3 * 4, "too many deaths per call"
             after = Watched(client, make_request("after", max_tokens=10))
             await all_over([after])
         assert_undisturbed([after], factory)

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from litestar import Litestar, MediaType, Request, delete, get, post
+from litestar import Litestar, MediaType, delete, get, post
 from litestar import Response as HttpResponse
 from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
@@ -32,6 +32,7 @@ from cbatch.server.http.pages import page_routes
 from cbatch.server.protocol.anthropic_request import parse_count, parse_messages
 from cbatch.server.protocol.model import ServedModel
 from cbatch.server.protocol.openapi import document
+from cbatch.server.protocol.requests import detokenize, tokenize
 from cbatch.server.protocol.response_store import KeyResponses, ResponseStore
 from cbatch.server.protocol.responses_request import parse_responses
 from cbatch.server.protocol.translation import renamed
@@ -110,10 +111,9 @@ def create_app(
 def _model_routes(
     model: ServedModel, intake: BodyIntake, prompts: PromptReader
 ) -> list[HTTPRouteHandler]:
-    async def in_worker(
-        request: Request[Any, Any, Any], task: Callable[[bytes, str | None], Awaitable[bytes]]
-    ) -> HttpResponse[bytes]:
-        content = await task(await intake.body(request), record_of(request).memory.owner)
+    async def in_worker(request: AnyRequest, task: Callable[..., bytes], field: str) -> AnyResponse:
+        body, owner = await intake.body(request), record_of(request).memory.owner
+        content = await prompts.run(partial(task, body), len(body), field, owner)
         return HttpResponse(content, media_type=MediaType.JSON)
 
     @get("/v1/models")
@@ -121,17 +121,17 @@ def _model_routes(
         return {"object": "list", "data": [model.card()]}
 
     @get("/v1/models/{name:path}")
-    async def model_card(request: Request[Any, Any, Any]) -> dict[str, Any]:
+    async def model_card(request: AnyRequest) -> dict[str, Any]:
         model.require(str(request.path_params["name"]).removeprefix("/"))
         return model.card()
 
     @post("/tokenize", status_code=200)
-    async def tokenize(request: Request[Any, Any, Any]) -> HttpResponse[bytes]:
-        return await in_worker(request, prompts.tokenize)
+    async def tokenize_(request: AnyRequest) -> AnyResponse:
+        return await in_worker(request, tokenize, "prompt")
 
     @post("/detokenize", status_code=200)
-    async def detokenize(request: Request[Any, Any, Any]) -> HttpResponse[bytes]:
-        return await in_worker(request, prompts.detokenize)
+    async def detokenize_(request: AnyRequest) -> AnyResponse:
+        return await in_worker(request, detokenize, "tokens")
 
     @get("/openapi.json")
     async def openapi() -> HttpResponse[bytes]:
@@ -142,7 +142,7 @@ def _model_routes(
         message = "embeddings are not supported yet; this server completes text"
         return HttpResponse(error_body(message, "not_implemented"), status_code=501)
 
-    return [models, model_card, tokenize, detokenize, openapi, embeddings]
+    return [models, model_card, tokenize_, detokenize_, openapi, embeddings]
 
 
 def _operator_routes(

@@ -15,7 +15,6 @@ from cbatch.grammars import Grammars
 from cbatch.server.protocol.errors import ServiceDownError
 from cbatch.server.protocol.fields import AnyPrompt, PendingPrompt, text_ids
 from cbatch.server.protocol.model import ServedModel
-from cbatch.server.protocol.requests import detokenize, tokenize
 from cbatch.server.serving.admission_queue import AdmissionQueue, Limits
 from cbatch.system.shares import NoPlaceError, Places
 from cbatch.text.output_processor import token_ids
@@ -66,12 +65,6 @@ class PromptReader:
             finally:
                 prompt.drop()
         return token_ids(prompt, None)
-
-    async def tokenize(self, body: bytes, owner: str | None) -> bytes:
-        return await self.run(partial(tokenize, body), len(body), "prompt", owner)
-
-    async def detokenize(self, body: bytes, owner: str | None) -> bytes:
-        return await self.run(partial(detokenize, body), len(body), "tokens", owner)
 
     async def run(
         self, task: Callable[[ServedModel], T], num_bytes: int, field: str, owner: str | None
