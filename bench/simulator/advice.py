@@ -151,6 +151,7 @@ def run(argv: list[str] | None = None) -> None:
                 offered = [(scale * arrival_s, request) for arrival_s, request in requests]
                 row = compare(served, KINDS[kind][2], offered, path.with_name(f"{kind}-{load}"))
                 rows.append({"load": f"{kind} {load}"} | row)
+                print(rows[-1], file=sys.stderr, flush=True)
     print_report("advice against real runs", rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from rich.table import Table
 
 from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, print_figures, require_place
+from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import LOOKUPS, MODEL
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
@@ -30,11 +32,8 @@ from sim.report.report import parse_objectives
 
 LOOKAHEADS = "off,fixed:4,adaptive"
 _DRAFTERS = (MODEL, *LOOKUPS)
-# Errors of the simulated recorded settings from which they are noted, and by figure, up to which it
-# is trusted.
+# Errors in trials from which they are noted, and by figure, up to which it is trusted.
 NOTED, BOUNDS = 0.05, {"tokens_per_s": 0.05, "tpot_p95_s": 0.15, "ttft_p95_s": 0.15}
-# The recorded settings are simulated with the speed of the recorded machine, also at other times.
-SHIFTS = (0.0, 0.25, 0.5, 0.75)
 MIN_DRAFTING = 50  # steps with drafts that price the log's own drafter
 _COLUMNS: dict[str, tuple[str, float, str]] = {  # of the table: heading, factor, format
     "lookahead": ("lookahead", 1, ""),
@@ -89,15 +88,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     for option, place in (("--plot", args.plot), ("--json", args.json)):
         require_place(option, place)
-    recording, reruns, world, choices = prepare(args)
-    measured, k = recording.figures(world.targets), _largest_k(choices)
+    recording, reruns, worlds, choices = prepare(args)
+    own, k = ScenarioSettings.of(recording.engine.config), _largest_k(choices)
+    measured = recording.figures(worlds[0].targets)
 
     def all_of(work: Callable[[Any], Row], cases: Sequence[Any]) -> list[Row]:
         return run_scenarios(work, cases, num_processes(args.processes, len(cases)))
 
-    errors = largest_errors(all_of(world.check, SHIFTS), measured)
-    own, serve_all = ScenarioSettings.of(world.config), partial(all_of, world.serve)
-    rows = search(own, choices, serve_all, errors)
+    def trials(settings: ScenarioSettings) -> list[Row]:
+        return all_of(partial(RecordedWorld.serve, settings=settings), worlds[1:])
+
+    rows = search(own, choices, partial(all_of, worlds[0].serve), trials)
+    errors = largest_errors([_recorded(rows, recording), *trials(own)], measured)
+    errors |= {name: max(errors[name], e) for name, e in rows[0].get("errors", {}).items()}
     verdicts = {name: recording.compare(name, each.fates, k) for name, each in reruns.items()}
     _print(args.log.name, recording, rows, measured, errors, verdicts)
     if args.plot is not None:
@@ -119,27 +122,25 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(
     args: argparse.Namespace,
-) -> tuple[Recording, dict[str, Rerun], RecordedWorld, dict[str, list[Any]]]:
-    """Return the recorded run, its drafters' reruns, the world of scenarios, and the values to try
-    of each setting. Raises `FieldError`."""
+) -> tuple[Recording, dict[str, Rerun], list[RecordedWorld], dict[str, list[Any]]]:
+    """Return the recorded run, its drafters' reruns, the world of scenarios and those of trials,
+    and the values to try of each setting. Raises `FieldError`."""
     with counting_bar() as bar:
         task = bar.add_task("steps read", total=None)
         recording = read_run(args.log, lambda steps: bar.update(task, completed=steps))
+    targets = parse_objectives(tuple(part for each in args.slo for part in each.split(",")))
     choices = _choices(args, recording)
     reruns, model = _rerun(args, recording, choices)
-    prices = _prices(args, recording, choices["drafter"], reruns)
-    speed = None
-    if args.cost is None:
-        own = prices[ScenarioSettings.of(recording.engine.config).drafter or "off"]
-        speed = RecordedSpeed(recording.spans, recording.samples, ProfiledCost(own))
     fates = {name: each.fates for name, each in reruns.items()}
-    config, texts, targets = (
-        recording.engine.config,
-        recording.texts,
-        parse_objectives(tuple(part for each in args.slo for part in each.split(","))),
-    )
-    world = RecordedWorld(config, texts, prices, fates, model, speed, targets)
-    return recording, reruns, world, choices
+    config, samples, worlds = recording.engine.config, recording.samples, list[RecordedWorld]()
+    for prices, shift in _all_prices(args, samples, config.cost_profile):
+        by_drafter, speed = _by_drafter(args, recording, prices, choices["drafter"], reruns), None
+        if args.cost is None:
+            own = by_drafter[ScenarioSettings.of(config).drafter or "off"]
+            speed = RecordedSpeed(recording.spans, samples, ProfiledCost(own)).shifted(shift)
+        parts = recording.texts, by_drafter, fates, model, speed, targets
+        worlds.append(RecordedWorld(config, *parts))
+    return recording, reruns, worlds, choices
 
 
 def _values(kind: Callable[[str], Any], text: str) -> list[Any]:
@@ -202,15 +203,31 @@ def _rerun(
     return reruns, sizes
 
 
-def _prices(
-    args: argparse.Namespace, recording: Recording, drafters: list[str], reruns: dict[str, Rerun]
-) -> dict[str, Any]:
+def _all_prices(
+    args: argparse.Namespace, samples: list[StepSample], start: CostProfile | None
+) -> Iterator[tuple[CostProfile, float]]:
+    """Yield prices of all steps, of each half of them, and of the engine's start, each with a shift
+    of the machine's speed, as a share of the steps."""
+    if args.cost is not None:
+        yield read_calibration(args.cost).prices, 0.0
+        return
+    half = len(samples) // 2
+    for part, shift in ((samples, 0.0), (samples[:half], 0.25), (samples[half:], 0.5)):
+        if any(sample.target_s > 0 for sample in part):
+            yield recorded_prices(part, start), shift
+    if start is not None:
+        yield start, 0.75
+
+
+def _by_drafter(
+    args: argparse.Namespace,
+    recording: Recording,
+    prices: CostProfile,
+    drafters: list[str],
+    reruns: dict[str, Rerun],
+) -> dict[str, CostProfile]:
     """Return prices by drafter. Drafts have the log's prices, or were timed in the rerun."""
     samples, config = recording.samples, recording.engine.config
-    if args.cost is not None:
-        prices = read_calibration(args.cost).prices
-    else:
-        prices = recorded_prices(samples, config.cost_profile)
     has_drafts = sum(sample.work.draft_depth > 0 for sample in samples) >= MIN_DRAFTING
     own = ScenarioSettings.of(config).drafter if has_drafts else None
     own = own if args.cost is None else MODEL
@@ -294,12 +311,12 @@ def _heading(name: str) -> str:
 
 
 def _doubts(errors: Mapping[str, float]) -> Iterable[str]:
-    """Say how far the simulation is from the record, if it is far."""
+    """Say how far simulations of the recorded settings are from the record, if they are far."""
     if max(errors.values(), default=0.0) > NOTED:
         parts = ", ".join(f"{_heading(name)} {error:.0%}" for name, error in errors.items())
         figures = " and ".join(_heading(name) for name in doubtful(errors))
         verdict = f"do not trust {figures}" if figures else "the figures can be trusted"
-        yield f"simulations of the recorded settings are off by up to {parts}: {verdict}"
+        yield f"in trials the recorded and the best settings differ by {parts}: {verdict}"
 
 
 def _remarks(recording: Recording, verdicts: Mapping[str, tuple[int, int]]) -> Iterable[str]:
