@@ -33,7 +33,7 @@ from cbatch.engine.build import load_core
 from cbatch.engine.core import EngineCore
 from cbatch.engine.model_files import find_model, tokenizer_of
 from cbatch.steplog.recorder import StepRecorder
-from sim.advise.recording import Figures, read_run
+from sim.advise.recording import read_run
 from sim.advise.scenarios import ScenarioSettings
 
 LOADS = (0.5, 1.0, 2.0)  # of the capacity
@@ -44,7 +44,7 @@ KINDS = {  # median tokens of a prompt and of an output, and the recorded settin
     "code": (400, 16, ScenarioSettings("adaptive", "suffix", 16, 1024, None)),
 }
 Offered = Sequence[tuple[float, Request]]  # with the time of each arrival
-Serve = Callable[[ScenarioSettings, Offered, Path], Figures]
+Serve = Callable[[ScenarioSettings, Offered, Path], dict[str, Any]]  # returns figures
 
 
 class CpuClock:
@@ -68,8 +68,8 @@ def make_requests(kind: str, model: str, count: int) -> Offered:
     tokens, at_s = tokenizer_of(find_model(model)).encode(text), np.cumsum(rng.gamma(0.5, 2, count))
     requests = []
     for number, arrival_s in enumerate((at_s - at_s[0]).tolist()):
-        medians = KINDS[kind][:2] * rng.lognormal(0, 0.6, 2)
-        prompt, output = medians.astype(int).clip(2, 700).tolist()
+        lengths = np.array(KINDS[kind][:2]) * rng.lognormal(0, 0.6, 2)
+        prompt, output = lengths.astype(int).clip(2, 700).tolist()
         first = int(rng.integers(len(tokens) - prompt))
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         ids = tuple(tokens[first : first + prompt])
@@ -94,7 +94,7 @@ def offer(engine: EngineCore, clock: CpuClock, requests: Offered) -> None:
         engine.step()
 
 
-def serve(model: str, settings: ScenarioSettings, requests: Offered, path: Path) -> Figures:
+def serve(model: str, settings: ScenarioSettings, requests: Offered, path: Path) -> dict[str, Any]:
     """Serve requests with a new engine that records to `path`. Return the figures of its log."""
     clock, values = CpuClock(), settings._asdict()
     values["drafter"] = settings.drafter and tuple(settings.drafter.split("+"))

@@ -75,8 +75,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--model", metavar="MODEL", help="the log's model, if it has moved")
     add("--draft", metavar="MODEL", help="draft model or head, by default the log's")
     add("--cost", type=Path, metavar="FILE", help="prices of cbatch calibrate, not of the log")
-    slo = "rank by the requests that meet these targets (default: by tokens/s, with latencies that "
-    slo += "are not worse than recorded)"
+    slo = "rank by requests that meet these targets (default: tokens/s, no latency worse)"
     add("--slo", action="append", default=[], metavar="ttft=S,tpot=S", help=slo)
     add("--strict", action="store_true", help="exit with status 1 if a figure is not to be trusted")
     add("--processes", type=int, metavar="N", help="scenarios in parallel (default: all cores)")
@@ -93,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     measured = recording.figures(worlds[0].targets)
 
     def all_of(work: Callable[[Any], Row], cases: Sequence[Any]) -> list[Row]:
-        return run_scenarios(work, cases, num_processes(args.processes, len(cases)))
+        processes = num_processes(args.processes, len(cases))
+        return run_scenarios(work, cases, processes) if cases else []
 
     def trials(settings: ScenarioSettings) -> list[Row]:
         return all_of(partial(RecordedWorld.serve, settings=settings), worlds[1:])
