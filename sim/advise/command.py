@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,14 @@ from rich.table import Table
 
 from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, print_figures, require_place
-from cbatch.core.prices.cost_profile import CostProfile
-from cbatch.core.prices.step_work import StepSample
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import LOOKUPS, MODEL
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.rerun.drafters import Fates, Rerun, rejects, rerun
 from cbatch.rerun.models import DraftSizes, load_drafts
-from cbatch.rerun.prices import recorded_prices, with_drafter
+from sim.advise.evidence import Evidence
 from sim.advise.plot import save_plots
 from sim.advise.recording import FIGURES, Recording, read_run
 from sim.advise.scenarios import RecordedWorld, Row, ScenarioSettings, largest_errors, search
-from sim.advise.speed import RecordedSpeed
-from sim.cli.costs import read_calibration
 from sim.cli.processes import counting_bar, num_processes, run_scenarios
 from sim.report.report import parse_objectives
 
@@ -34,7 +29,6 @@ LOOKAHEADS = "off,fixed:4,adaptive"
 _DRAFTERS = (MODEL, *LOOKUPS)
 # Errors in trials from which they are noted, and by figure, up to which it is trusted.
 NOTED, BOUNDS = 0.05, {"tokens_per_s": 0.05, "tpot_p95_s": 0.15, "ttft_p95_s": 0.15}
-MIN_DRAFTING = 50  # steps with drafts that price the log's own drafter
 _COLUMNS: dict[str, tuple[str, float, str]] = {  # of the table: heading, factor, format
     "lookahead": ("lookahead", 1, ""),
     "drafter": ("drafter", 1, ""),
@@ -131,15 +125,8 @@ def prepare(
     targets = parse_objectives(tuple(part for each in args.slo for part in each.split(",")))
     choices = _choices(args, recording)
     reruns, model = _rerun(args, recording, choices)
-    fates = {name: each.fates for name, each in reruns.items()}
-    config, samples, worlds = recording.engine.config, recording.samples, list[RecordedWorld]()
-    for prices, shift in _all_prices(args, samples, config.cost_profile):
-        by_drafter, speed = _by_drafter(args, recording, prices, choices["drafter"], reruns), None
-        if args.cost is None:
-            own = by_drafter[ScenarioSettings.of(config).drafter or "off"]
-            speed = RecordedSpeed(recording.spans, samples, ProfiledCost(own)).shifted(shift)
-        parts = recording.texts, by_drafter, fates, model, speed, targets
-        worlds.append(RecordedWorld(config, *parts))
+    evidence = Evidence(recording, reruns, model, args.cost)
+    worlds = evidence.worlds(choices["drafter"], targets)
     return recording, reruns, worlds, choices
 
 
@@ -201,41 +188,6 @@ def _rerun(
     sizes = DraftSizes.of(core)
     core.resources.close()
     return reruns, sizes
-
-
-def _all_prices(
-    args: argparse.Namespace, samples: list[StepSample], start: CostProfile | None
-) -> Iterator[tuple[CostProfile, float]]:
-    """Yield prices of all steps, of each half of them, and of the engine's start, each with a shift
-    of the machine's speed, as a share of the steps."""
-    if args.cost is not None:
-        yield read_calibration(args.cost).prices, 0.0
-        return
-    half = len(samples) // 2
-    for part, shift in ((samples, 0.0), (samples[:half], 0.25), (samples[half:], 0.5)):
-        if any(sample.target_s > 0 for sample in part):
-            yield recorded_prices(part, start), shift
-    if start is not None:
-        yield start, 0.75
-
-
-def _by_drafter(
-    args: argparse.Namespace,
-    recording: Recording,
-    prices: CostProfile,
-    drafters: list[str],
-    reruns: dict[str, Rerun],
-) -> dict[str, CostProfile]:
-    """Return prices by drafter. Drafts have the log's prices, or were timed in the rerun."""
-    samples, config = recording.samples, recording.engine.config
-    has_drafts = sum(sample.work.draft_depth > 0 for sample in samples) >= MIN_DRAFTING
-    own = ScenarioSettings.of(config).drafter if has_drafts else None
-    own = own if args.cost is None else MODEL
-    by_drafter = {"off": prices}
-    for chain in drafters:
-        timed = reruns[chain.split("+")[0]].samples
-        by_drafter[chain] = prices if chain == own or not timed else with_drafter(prices, timed)
-    return by_drafter
 
 
 # -- output

@@ -445,7 +445,7 @@ def test_the_best_is_not_worse_in_any_trial(gap_s: float, best: str) -> None:
         figures = {"tokens_per_s": rate, "tpot_p95_s": gap_s, "ttft_p95_s": 1.0}
         return settings._asdict() | figures
 
-    rows = search(recorded, choices, lambda tried: map(row, tried), lambda each: [row(each, gap_s)])
+    rows = search(recorded, choices, lambda new: map(row, new), lambda best: [row(best, gap_s)])
     assert [row["ratio"] for row in rows] == ([1.1, 1.0] if best == "fixed:4" else [1.0, 1.1])
     assert rows[0]["lookahead"] == best and ("errors" in rows[0]) == (best == "fixed:4")
 
