@@ -201,7 +201,8 @@ def ranked(rows: Sequence[Row], recorded: Row, refused: Sequence[Row] = ()) -> l
         fair = [row for row in fair if row is recorded or not is_worse(row, recorded)]
     top = near_most(near_most(fair, by), "tokens_per_s")
     best = min(top, key=lambda row: _value(row, "tpot_p95_s"))
-    more = _value(best, by) > (1 + SIMILAR) * _value(recorded, by)
+    pairs = [(_value(best, name), _value(recorded, name)) for name in (by, "tokens_per_s")]
+    more = any(new > (1 + SIMILAR) * old for new, old in pairs)
     shorter_s = (1 - SHORTER) * _value(recorded, "tpot_p95_s")
     if not more and _value(best, "tpot_p95_s") >= shorter_s:
         best = next((row for row in near_most(fair, by) if row is recorded), best)
