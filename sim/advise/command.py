@@ -103,10 +103,7 @@ def run(args: argparse.Namespace) -> int:
             for name, each in reruns.items()
         }
         save_plots(args.plot, args.log.name, rows, [_label(row) for row in rows], fates)
-    checks = {
-        name: dict(zip(("checked", "differing"), each, strict=True))
-        for name, each in verdicts.items()
-    }
+    checks = {name: {"checked": n, "differing": bad} for name, (n, bad) in verdicts.items()}
     document = {"log": args.log.name, "requests": len(recording.texts), "recorded": measured}
     document |= {"simulated": _recorded(rows, recording), "best": rows[0], "fates": checks}
     document |= {"errors": errors, "doubtful": doubtful(errors), "scenarios": rows}
@@ -241,16 +238,14 @@ def _print(
 def _cell(row: Row, column: str) -> str:
     """Return a figure, or the values of a setting that all have the same figures."""
     _, factor, form = _COLUMNS[column]
-    values = [settings.get(column) for settings in row.get("same", ())] or [row.get(column)]
-    if column not in ScenarioSettings._fields:
-        values = [row.get(column)]
+    values = [each.get(column, row.get(column)) for each in row.get("same", [row])]
     texts = [format(factor * value, form) if form else value for value in values if value]
     return ", ".join(dict.fromkeys(texts))
 
 
 def _label(row: Row) -> str:
-    cells = [(_COLUMNS[name][0], _cell(row, name)) for name in ScenarioSettings._fields]
-    return ", ".join(f"{heading} {cell}" for heading, cell in cells if cell)
+    cells = {name: _cell({name: row[name]}, name) for name in ScenarioSettings._fields}
+    return ", ".join(f"{_COLUMNS[name][0]} {cell}" for name, cell in cells.items() if cell)
 
 
 def _changes(row: Row, base: Row) -> str:
