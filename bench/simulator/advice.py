@@ -33,7 +33,7 @@ from cbatch.engine.build import load_core
 from cbatch.engine.core import EngineCore
 from cbatch.engine.model_files import find_model, tokenizer_of
 from cbatch.steplog.recorder import StepRecorder
-from sim.advise.recording import Figures, read_run
+from sim.advise.recording import read_run
 from sim.advise.scenarios import ScenarioSettings
 
 LOADS = (0.5, 1.0, 2.0)  # of the capacity
@@ -44,7 +44,7 @@ KINDS = {  # median tokens of a prompt and of an output, and the recorded settin
     "code": (400, 16, ScenarioSettings("adaptive", "suffix", 16, 1024, None)),
 }
 Offered = Sequence[tuple[float, Request]]  # with the time of each arrival
-Serve = Callable[[ScenarioSettings, Offered, Path], Figures]
+Serve = Callable[[ScenarioSettings, Offered, Path], dict[str, Any]]  # returns figures
 
 
 class CpuClock:
@@ -68,8 +68,8 @@ def make_requests(kind: str, model: str, count: int) -> Offered:
     tokens, at_s = tokenizer_of(find_model(model)).encode(text), np.cumsum(rng.gamma(0.5, 2, count))
     requests = []
     for number, arrival_s in enumerate((at_s - at_s[0]).tolist()):
-        medians = KINDS[kind][:2] * rng.lognormal(0, 0.6, 2)
-        prompt, output = medians.astype(int).clip(2, 700).tolist()
+        lengths = np.array(KINDS[kind][:2]) * rng.lognormal(0, 0.6, 2)
+        prompt, output = lengths.astype(int).clip(2, 700).tolist()
         first = int(rng.integers(len(tokens) - prompt))
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         ids = tuple(tokens[first : first + prompt])
@@ -94,7 +94,7 @@ def offer(engine: EngineCore, clock: CpuClock, requests: Offered) -> None:
         engine.step()
 
 
-def serve(model: str, settings: ScenarioSettings, requests: Offered, path: Path) -> Figures:
+def serve(model: str, settings: ScenarioSettings, requests: Offered, path: Path) -> dict[str, Any]:
     """Serve requests with a new engine that records to `path`. Return the figures of its log."""
     clock, values = CpuClock(), settings._asdict()
     values["drafter"] = settings.drafter and tuple(settings.drafter.split("+"))
@@ -115,20 +115,22 @@ def compare(
     with redirect_stdout(sys.stderr):
         main(["advise", str(path), "--json", f"{path}.json", "--processes", "1", *words])
     document = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-    advised, own = document["best"], document["simulated"]
-    best = ScenarioSettings(*(advised[name] for name in ScenarioSettings._fields))
-    run = serve(best, requests, Path(f"{path}-best"))
+    best = ScenarioSettings(*map(document["best"].get, ScenarioSettings._fields))
+    run, is_new = serve(best, requests, Path(f"{path}-best")), best != settings
     row: dict[str, Any] = {
-        "best": "recorded" if best == settings else " ".join(str(v) for v in best if v)
+        "best": " ".join(str(v) for v in best if v),
+        "unmarked": 0,
+        "worse": False,
     }
-    row |= {"unmarked": 0, "worse": False}
     for name, (bound, worse) in BOUNDS.items():
-        errors, gain = (own[name] / real[name] - 1, advised[name] / run[name] - 1), 0.0
-        if best != settings:
-            gain = run[name] / real[name] - 1
-        row |= {name: real[name], f"{name} own": errors[0], f"{name} error": errors[1]}
-        row |= {f"{name} gain": gain, f"{name} warned": name in document["doubtful"]}
-        row["unmarked"] += max(map(abs, errors)) > bound and name not in document["doubtful"]
+        own, error = document["simulated"][name] / real[name], document["best"][name] / run[name]
+        gain, is_doubtful = (
+            run[name] / real[name] - 1 if is_new else 0.0,
+            name in document["doubtful"],
+        )
+        row |= {name: real[name], f"{name} own": own - 1, f"{name} error": error - 1}
+        row |= {f"{name} gain": gain, f"{name} warned": is_doubtful}
+        row["unmarked"] += max(abs(own - 1), abs(error - 1)) > bound and not is_doubtful
         row["worse"] |= gain < worse if worse < 0 else gain > worse
     return row
 
@@ -137,20 +139,20 @@ def run(argv: list[str] | None = None) -> None:
     parser = CommandParser(prog="python -m bench.simulator.advice", description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--requests", type=int, default=40, help="of each load (default: 40)")
-    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS])
     args = parser.parse_args(argv)
     served, rows = partial(serve, args.model), []
     with TemporaryDirectory() as folder:
-        for kind in args.kinds:
+        for kind, (*_, settings) in KINDS.items():
             requests, path = make_requests(kind, args.model, args.requests), Path(folder) / kind
-            served(KINDS[kind][2], [(0.0, request) for _, request in requests], path)
+            served(settings, [(0.0, request) for _, request in requests], path)
             texts = [*read_run(path).texts.values()][1:]
             span_s = max(text.last_s for text in texts) - texts[0].arrival_s
             for load in LOADS:
                 scale = span_s / load / requests[-1][0]
                 offered = [(scale * arrival_s, request) for arrival_s, request in requests]
-                row = compare(served, KINDS[kind][2], offered, path.with_name(f"{kind}-{load}"))
+                row = compare(served, settings, offered, Path(folder) / f"{kind}-{load}")
                 rows.append({"load": f"{kind} {load}"} | row)
+                print(rows[-1], file=sys.stderr, flush=True)
     print_report("advice against real runs", rows)
 
 

@@ -18,23 +18,17 @@ from cbatch.core.request.request import LOOKUPS, MODEL
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
 from cbatch.rerun.drafters import Fates, Rerun, rejects, rerun
 from cbatch.rerun.models import DraftSizes, load_drafts
-from cbatch.rerun.prices import recorded_prices, with_drafter
+from sim.advise.evidence import Evidence
 from sim.advise.plot import save_plots
 from sim.advise.recording import FIGURES, Recording, read_run
 from sim.advise.scenarios import RecordedWorld, Row, ScenarioSettings, largest_errors, search
-from sim.advise.speed import RecordedSpeed
-from sim.cli.costs import read_calibration
 from sim.cli.processes import counting_bar, num_processes, run_scenarios
 from sim.report.report import parse_objectives
 
 LOOKAHEADS = "off,fixed:4,adaptive"
 _DRAFTERS = (MODEL, *LOOKUPS)
-# Errors of the simulated recorded settings from which they are noted, and by figure, up to which it
-# is trusted.
+# Errors in trials from which they are noted, and by figure, up to which it is trusted.
 NOTED, BOUNDS = 0.05, {"tokens_per_s": 0.05, "tpot_p95_s": 0.15, "ttft_p95_s": 0.15}
-# The recorded settings are simulated with the speed of the recorded machine, also at other times.
-SHIFTS = (0.0, 0.25, 0.5, 0.75)
-MIN_DRAFTING = 50  # steps with drafts that price the log's own drafter
 _COLUMNS: dict[str, tuple[str, float, str]] = {  # of the table: heading, factor, format
     "lookahead": ("lookahead", 1, ""),
     "drafter": ("drafter", 1, ""),
@@ -75,8 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--model", metavar="MODEL", help="the log's model, if it has moved")
     add("--draft", metavar="MODEL", help="draft model or head, by default the log's")
     add("--cost", type=Path, metavar="FILE", help="prices of cbatch calibrate, not of the log")
-    slo = "rank by the requests that meet these targets (default: by tokens/s, with latencies that "
-    slo += "are not worse than recorded)"
+    slo = "rank by requests that meet these targets (default: tokens/s, no latency worse)"
     add("--slo", action="append", default=[], metavar="ttft=S,tpot=S", help=slo)
     add("--strict", action="store_true", help="exit with status 1 if a figure is not to be trusted")
     add("--processes", type=int, metavar="N", help="scenarios in parallel (default: all cores)")
@@ -88,15 +81,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     for option, place in (("--plot", args.plot), ("--json", args.json)):
         require_place(option, place)
-    recording, reruns, world, choices = prepare(args)
-    measured, k = recording.figures(world.targets), _largest_k(choices)
+    recording, reruns, worlds, choices = prepare(args)
+    own, k = ScenarioSettings.of(recording.engine.config), _largest_k(choices)
+    measured = recording.figures(worlds[0].targets)
 
     def all_of(work: Callable[[Any], Row], cases: Sequence[Any]) -> list[Row]:
-        return run_scenarios(work, cases, num_processes(args.processes, len(cases)))
+        processes = num_processes(args.processes, len(cases))
+        return run_scenarios(work, cases, processes) if cases else []
 
-    errors = largest_errors(all_of(world.check, SHIFTS), measured)
-    own, serve_all = ScenarioSettings.of(world.config), partial(all_of, world.serve)
-    rows = search(own, choices, serve_all, errors)
+    def trials(settings: ScenarioSettings) -> list[Row]:
+        return all_of(partial(RecordedWorld.serve, settings=settings), worlds[1:])
+
+    rows = search(own, choices, partial(all_of, worlds[0].serve), trials)
+    errors = largest_errors([_recorded(rows, recording), *trials(own)], measured)
+    errors |= {name: max(errors[name], e) for name, e in rows[0].get("errors", {}).items()}
     verdicts = {name: recording.compare(name, each.fates, k) for name, each in reruns.items()}
     _print(args.log.name, recording, rows, measured, errors, verdicts)
     if args.plot is not None:
@@ -105,10 +103,7 @@ def run(args: argparse.Namespace) -> int:
             for name, each in reruns.items()
         }
         save_plots(args.plot, args.log.name, rows, [_label(row) for row in rows], fates)
-    checks = {
-        name: dict(zip(("checked", "differing"), each, strict=True))
-        for name, each in verdicts.items()
-    }
+    checks = {name: {"checked": n, "differing": bad} for name, (n, bad) in verdicts.items()}
     document = {"log": args.log.name, "requests": len(recording.texts), "recorded": measured}
     document |= {"simulated": _recorded(rows, recording), "best": rows[0], "fates": checks}
     document |= {"errors": errors, "doubtful": doubtful(errors), "scenarios": rows}
@@ -118,27 +113,18 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(
     args: argparse.Namespace,
-) -> tuple[Recording, dict[str, Rerun], RecordedWorld, dict[str, list[Any]]]:
-    """Return the recorded run, its drafters' reruns, the world of scenarios, and the values to try
-    of each setting. Raises `FieldError`."""
+) -> tuple[Recording, dict[str, Rerun], list[RecordedWorld], dict[str, list[Any]]]:
+    """Return the recorded run, its drafters' reruns, the world of scenarios and those of trials,
+    and the values to try of each setting. Raises `FieldError`."""
     with counting_bar() as bar:
         task = bar.add_task("steps read", total=None)
         recording = read_run(args.log, lambda steps: bar.update(task, completed=steps))
+    targets = parse_objectives(tuple(part for each in args.slo for part in each.split(",")))
     choices = _choices(args, recording)
     reruns, model = _rerun(args, recording, choices)
-    prices = _prices(args, recording, choices["drafter"], reruns)
-    speed = None
-    if args.cost is None:
-        own = prices[ScenarioSettings.of(recording.engine.config).drafter or "off"]
-        speed = RecordedSpeed(recording.spans, recording.samples, own)
-    fates = {name: each.fates for name, each in reruns.items()}
-    config, texts, targets = (
-        recording.engine.config,
-        recording.texts,
-        parse_objectives(tuple(part for each in args.slo for part in each.split(","))),
-    )
-    world = RecordedWorld(config, texts, prices, fates, model, speed, targets)
-    return recording, reruns, world, choices
+    evidence = Evidence(recording, reruns, model, args.cost)
+    worlds = evidence.worlds(choices["drafter"], targets)
+    return recording, reruns, worlds, choices
 
 
 def _values(kind: Callable[[str], Any], text: str) -> list[Any]:
@@ -201,25 +187,6 @@ def _rerun(
     return reruns, sizes
 
 
-def _prices(
-    args: argparse.Namespace, recording: Recording, drafters: list[str], reruns: dict[str, Rerun]
-) -> dict[str, Any]:
-    """Return prices by drafter. Drafts have the log's prices, or were timed in the rerun."""
-    samples, config = recording.samples, recording.engine.config
-    if args.cost is not None:
-        prices = read_calibration(args.cost).prices
-    else:
-        prices = recorded_prices(samples, config.cost_profile)
-    has_drafts = sum(sample.work.draft_depth > 0 for sample in samples) >= MIN_DRAFTING
-    own = ScenarioSettings.of(config).drafter if has_drafts else None
-    own = own if args.cost is None else MODEL
-    by_drafter = {"off": prices}
-    for chain in drafters:
-        timed = reruns[chain.split("+")[0]].samples
-        by_drafter[chain] = prices if chain == own or not timed else with_drafter(prices, timed)
-    return by_drafter
-
-
 # -- output
 
 
@@ -271,16 +238,14 @@ def _print(
 def _cell(row: Row, column: str) -> str:
     """Return a figure, or the values of a setting that all have the same figures."""
     _, factor, form = _COLUMNS[column]
-    values = [settings.get(column) for settings in row.get("same", ())] or [row.get(column)]
-    if column not in ScenarioSettings._fields:
-        values = [row.get(column)]
+    values = [each.get(column, row.get(column)) for each in row.get("same", [row])]
     texts = [format(factor * value, form) if form else value for value in values if value]
     return ", ".join(dict.fromkeys(texts))
 
 
 def _label(row: Row) -> str:
-    cells = [(_COLUMNS[name][0], _cell(row, name)) for name in ScenarioSettings._fields]
-    return ", ".join(f"{heading} {cell}" for heading, cell in cells if cell)
+    cells = {name: _cell({name: row[name]}, name) for name in ScenarioSettings._fields}
+    return ", ".join(f"{_COLUMNS[name][0]} {cell}" for name, cell in cells.items() if cell)
 
 
 def _changes(row: Row, base: Row) -> str:
@@ -293,12 +258,12 @@ def _heading(name: str) -> str:
 
 
 def _doubts(errors: Mapping[str, float]) -> Iterable[str]:
-    """Say how far the simulation is from the record, if it is far."""
+    """Say how far simulations of the recorded settings are from the record, if they are far."""
     if max(errors.values(), default=0.0) > NOTED:
         parts = ", ".join(f"{_heading(name)} {error:.0%}" for name, error in errors.items())
         figures = " and ".join(_heading(name) for name in doubtful(errors))
         verdict = f"do not trust {figures}" if figures else "the figures can be trusted"
-        yield f"simulations of the recorded settings are off by up to {parts}: {verdict}"
+        yield f"in trials the recorded and the best settings differ by {parts}: {verdict}"
 
 
 def _remarks(recording: Recording, verdicts: Mapping[str, tuple[int, int]]) -> Iterable[str]:

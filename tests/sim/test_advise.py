@@ -41,7 +41,7 @@ from cbatch.steplog.recorder import StepRecorder
 from cbatch.steplog.step_log import encode_line
 from cbatch.text import load_tokenizer
 from sim.advise.recording import Figures, Recording, read_run
-from sim.advise.scenarios import RecordedWorld, Row, ScenarioSettings, merged, ranked
+from sim.advise.scenarios import RecordedWorld, Row, ScenarioSettings, merged, ranked, search
 from sim.advise.speed import RecordedSpeed
 from sim.advise.texts import RecordedDrafts
 from sim.cost.base import constant_cost
@@ -361,7 +361,7 @@ def test_advice_is_right_in_reality_or_has_a_warning(
     def serve(settings: ScenarioSettings, requests: Offered, path: Path) -> Figures:
         config = config_for(core, settings.lookahead, settings.drafter)
         sizes = {name: getattr(settings, name) for name in settings._fields[2:]}
-        config, clock = replace(config, **sizes), VirtualClock()
+        config, clock = replace(config, cost_profile=PRICES, **sizes), VirtualClock()
         executor = executor_for(core, config)
         noisy = NoisyExecutor(executor, config.max_num_seqs, clock, next(seeds))
         with StepRecorder(path, models=MODELS) as log:
@@ -415,8 +415,8 @@ ROWS = [
 ]
 
 
-def ranks(rows: list[Row], recorded: int, **errors: float) -> str:
-    return "".join(row["name"] for row in ranked(rows, rows[recorded], errors))
+def ranks(rows: list[Row], recorded: int) -> str:
+    return "".join(row["name"] for row in ranked(rows, rows[recorded]))
 
 
 def test_the_best_has_no_worse_latencies_and_among_equals_much_shorter_gaps() -> None:
@@ -424,20 +424,30 @@ def test_the_best_has_no_worse_latencies_and_among_equals_much_shorter_gaps() ->
     slow_start = [ROWS[0] | {"ttft_p95_s": 1.1}, *ROWS[1:]]
     assert ranks(slow_start, 1) == "dbac"
     unknown = {"tokens_per_s": None, "tpot_p95_s": None, "ttft_p95_s": None}
-    assert ranked([unknown], unknown, {}) == [unknown]
-
-
-def test_differences_within_the_errors_of_the_simulation_are_none() -> None:
-    assert ranks(ROWS, 1, tpot_p95_s=0.6)[0] == "b"  # the gaps are half as long
-    faster = [ROWS[0], ROWS[1] | {"tokens_per_s": 103.0, "tpot_p95_s": 0.01}]
-    assert ranks(faster, 0) == "ba" and ranks(faster, 0, tokens_per_s=0.05) == "ab"
+    assert ranked([unknown], unknown) == [unknown]
 
 
 def test_stated_targets_rank_before_tokens() -> None:
     """The goodput decides, then tokens/s and the gaps, whatever was recorded."""
     goods = zip(ROWS, (1.0, 2.0, 3.0, 2.99), strict=True)
     rows = [row | {"goodput_per_s": good} for row, good in goods]
-    assert [ranks(rows, recorded) for recorded in range(4)] == ["dcba", "dcba", "cdba", "dcba"]
+    assert [ranks(rows, recorded) for recorded in range(4)] == ["dcba", "dcba", "dcba", "dcba"]
+
+
+@pytest.mark.parametrize(("gap_s", "best"), [(0.02, "fixed:4"), (0.03, "off")])
+def test_the_best_is_not_worse_in_any_trial(gap_s: float, best: str) -> None:
+    recorded = ScenarioSettings("off", None, 4, 96, None)
+    choices = {name: [value] for name, value in recorded._asdict().items()}
+    choices |= {"lookahead": ["off", "fixed:4"], "drafter": ["suffix"]}
+
+    def row(settings: ScenarioSettings, gap_s: float = 0.02) -> Row:
+        rate = 100.0 if settings.lookahead == "off" else 110.0
+        figures = {"tokens_per_s": rate, "tpot_p95_s": gap_s, "ttft_p95_s": 1.0}
+        return settings._asdict() | figures
+
+    rows = search(recorded, choices, lambda new: map(row, new), lambda best: [row(best, gap_s)])
+    assert [row["ratio"] for row in rows] == ([1.1, 1.0] if best == "fixed:4" else [1.0, 1.1])
+    assert rows[0]["lookahead"] == best and ("errors" in rows[0]) == (best == "fixed:4")
 
 
 def test_equal_rows_are_one() -> None:
