@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-
 from cbatch.core.prices.cost_model import OnlineCostModel
+
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.speculation.acceptance import survival

@@ -11,7 +11,7 @@ from cbatch.core.speculation.build import parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.info import total_weight_bytes, weight_bytes
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.prices.startup import MAX_PROFILED_DRAFTS
+from cbatch.engine.prices.shapes import MAX_PROFILED_DRAFTS
 from cbatch.runtime.backend import LargestStep, LoadedModels
 from cbatch.runtime.model.config import eos_ids_of
 from cbatch.system.machine import mib

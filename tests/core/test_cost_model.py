@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-
 from cbatch.core.prices.cost_model import OnlineCostModel
+
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from cbatch.core.prices.terms import ProfiledCost
 from msgspec.structs import replace
 
 from cbatch.cli.main import main
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample, StepWork
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig

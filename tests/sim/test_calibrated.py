@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from cbatch.core.prices.terms import ADAPTIVE, DRAFT, HOST, TARGET, ProfiledCost
 from msgspec import structs
 from msgspec.structs import replace
 
 from cbatch.core.prices.calibration import Accuracy, Calibration, accuracy
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample, StepWork
-from cbatch.core.prices.terms import ADAPTIVE, DRAFT, HOST, TARGET, ProfiledCost
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.prices.calibrator import Calibrator, DesignedBatch, designed

@@ -3,8 +3,8 @@
 A chunk is the smallest that keeps a share of the best prompt throughput, so that decoding rows wait
 no longer than necessary for their next tokens. Where the prices do not tell whether a smaller chunk
 is slower, it is taken. A chunk changes only if the best one is another by `_HYSTERESIS`. The step
-takes at most 1 / (1 - share) times as long as without the chunk, unless prompts would lose
-significantly. Targets for the gap between tokens limit chunks further.
+takes at most `MAX_STRETCH` times as long as without the chunk, unless prompts would lose a further
+1 - share significantly. Targets for the gap between tokens limit chunks further.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ PROMPT_SHARE = 0.8
 # The first chunks have at most `_FIRST_TOKENS`, later ones `_GROWTH` times those of the largest.
 _FIRST_TOKENS, _GROWTH = 64, 2
 _MIN_TOKENS = 8  # prompt tokens of a step whatever its target, so that prompts progress
+MAX_STRETCH = 3.0
 _HYSTERESIS = 1.25
-_MAX_TIE = 0.1  # relative difference of speeds that is never a tie
+_MAX_TIE = 0.03  # relative difference of speeds that is never a tie
 _MEMORY = 32  # chunks over which their mean context is averaged
 # A step is planned to take this share (margin) of the target time between two tokens. The share
 # falls after a step longer than the target, and rises after a shorter one: in equilibrium one step
@@ -38,8 +39,8 @@ class ChunkSizes:
         """`max_tokens`: most tokens of a step. `prompt_share`: share of the best prompt throughput
         that a chunk keeps; 1: chunks take the whole budget."""
         self._costs, self._share = costs, prompt_share
-        sizes = _MIN_TOKENS * 2 ** (np.arange(80) / 4)  # four sizes per doubling
-        self._sizes = np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens)
+        sizes = _MIN_TOKENS * 2 ** (np.arange(160) / 8)  # eight sizes per doubling
+        self._sizes = np.unique(np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens))
         self._max_tokens = max_tokens
         self.last = self._max_measured = 0  # tokens of the last chosen chunk, and of the largest
         self._history = 0.0  # mean context of a chunk's tokens, of recent chunks
@@ -54,11 +55,11 @@ class ChunkSizes:
             self._history += (history - self._history) / _MEMORY
         if target_s is None or seconds <= 0:
             return
-        if seconds > target_s and self._costs.is_known:
-            # A miss teaches nothing if even the shortest step of these rows would have missed.
-            if self._within(target_s, work.plain) < _MIN_TOKENS:
-                return
-        change = -_MARGIN_FALL if seconds > target_s else _MARGIN_RISE
+        # A miss teaches nothing if even the shortest step of these rows would have missed.
+        missed = seconds > target_s
+        if missed and self._costs.is_known and not self._within(target_s, work.plain):
+            return
+        change = -_MARGIN_FALL if missed else _MARGIN_RISE
         margin = min(max(self._margin(target_s) + change, _MIN_MARGIN), 1.0)
         self._margins.pop(target_s, None)
         self._margins[target_s] = margin
@@ -110,9 +111,8 @@ class ChunkSizes:
         errors = np.sqrt(self._costs.variances(shares - shares[fastest]))
         enough = speeds >= share * speeds[fastest] * (1 - np.minimum(errors, _MAX_TIE))
         smallest = int(np.argmax(enough))
-        # The step without the chunk is the longest that the stated multiple is of.
         alone_s = float(self._costs.with_chunks(work, np.zeros(1), 0)[0][0])
-        capped = max(int(np.count_nonzero(seconds <= alone_s / (1 - share))) - 1, 0)
+        capped = max(int(np.count_nonzero(seconds <= MAX_STRETCH * alone_s)) - 1, 0)
         if capped < smallest:
             error = float(self._costs.variances(shares[[capped]] - shares[smallest])[0]) ** 0.5
             loss = np.log(speeds[smallest] / speeds[capped])

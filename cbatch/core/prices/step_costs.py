@@ -18,7 +18,7 @@ from cbatch.core.prices.step_work import StepSample, StepWork
 _UNKNOWN = CostProfile(
     1.0, 0.003, 1.5, 0.001, 2e-6, 5e-6, 0.02, 0.02, draft_pass_s=0.05, draft_token_s=0.001
 )
-_SPREAD = np.array([0.3, 0.06, 1.0, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
+_SPREAD = np.array([0.3, 0.06, 0.5, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
 _FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
 _PROFILED = 0.15  # how far prices of a profile may be off, relative
 _CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
@@ -162,7 +162,8 @@ class StepCosts:
         """Return the seconds of steps, float64 [k], and their derivatives by price, [k, 8]."""
         assert self._target is not None
         prices, gradients = self._target.prices, features.copy()
-        base_s, tokens_s, corner = max(prices[0], 1e-12), prices[1] * features[:, 1], prices[_CORNER]
+        base_s, token_s, corner = prices[:3]
+        tokens_s = token_s * features[:, 1]
         powers = (tokens_s / base_s) ** corner
         corner_s = base_s * (1 + powers) ** (1 / corner)
         share = powers / (1 + powers)  # of the tokens
