@@ -31,6 +31,7 @@ from cbatch.cli.parser import CommandParser
 from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
+from cbatch.engine.prices.calibrator import calibrate
 from cbatch.text.outputs import Output
 from sim.report.report import Record
 from sim.workload.sources import ClosedLoop, OpenLoop

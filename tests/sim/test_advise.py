@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from cbatch.core.prices.terms import ProfiledCost
 from msgspec.structs import replace
 
 from cbatch.cli.main import main
@@ -54,15 +53,7 @@ OPTIONS = EngineOptions(
     lookahead="fixed:1", drafter=("model",), num_blocks=1, max_num_seqs=1, tokenizer="none"
 )
 PRICES = CostProfile(
-    tokens=(1, 8, 512),
-    target_s=(2e-3, 3e-3, 5e-2),
-    context_token_s=1e-7,
-    row_s=1e-4,
-    draft_setup_s=1e-4,
-    draft_pass_s=3e-4,
-    draft_token_s=1e-5,
-    draft_ingest_s=1e-5,
-    further={"verify_step_s": 2e-4, "host_step_s": 3e-4, "host_row_s": 2e-5},
+    2e-3, 1e-4, logit_s=5e-5, context_s=1e-7, draft_pass_s=3e-4, draft_token_s=1e-5, verify_s=2e-4
 )
 MODELS = {"model": str(TARGET), "draft": str(DRAFT), "options": {"tokenizer": "none"}}
 K = 8
@@ -109,10 +100,9 @@ class PricedExecutor:
 
     def __init__(self, executor: TorchExecutor, max_num_seqs: int, speed: RecordedSpeed | None):
         self._meter, self._speed, self._now_s = StepMeter(executor, max_num_seqs), speed, 0.0
-        self._cost, self.host_s = ProfiledCost(PRICES), 0.0
+        self._cost, self.host_s = PRICES, 0.0
 
     def idle(self, seconds: float) -> None:
-        self._meter.idle(seconds)
         self._now_s += seconds
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -281,7 +271,7 @@ def test_prices_fitted_to_a_log_are_those_of_its_steps(tmp_path: Path, core: Eng
     recording = record(tmp_path / "log", core, "greedy", "fixed:2", "model")
     for start in (None, PRICES):
         prices = recorded_prices(recording.samples, start)
-        cost, true = ProfiledCost(prices), ProfiledCost(PRICES)
+        cost, true = prices, PRICES
         fitted_s, true_s = (
             np.array([sum(each.step_s(s.work)) for s in recording.samples]) for each in (cost, true)
         )
@@ -292,14 +282,14 @@ def test_prices_fitted_to_a_log_are_those_of_its_steps(tmp_path: Path, core: Eng
     slow = [StepSample(s.work, 3 * s.draft_s, s.target_s) for s in recording.samples if s.draft_s]
     other = with_drafter(prices, slow)
     drafting = next(s.work for s in recording.samples if s.work.draft_depth == 2)
-    ratio = ProfiledCost(other).step_s(drafting)[0] / cost.step_s(drafting)[0]
+    ratio = other.step_s(drafting)[0] / cost.step_s(drafting)[0]
     assert ratio == pytest.approx(3, rel=0.1)
 
 
 def test_a_recorded_step_takes_its_recorded_time_and_half_of_it_half_the_time() -> None:
     works = [StepWork(rows=n, decode_rows=n, target_tokens=n) for n in (1, 4, 2, 8)]
     spans = [(0.0, 0.01), (0.01, 0.5), (0.7, 0.71), (0.71, 0.71)]  # idle from 0.5 to 0.7
-    cost = ProfiledCost(PRICES)
+    cost = PRICES
     prices_s = [sum(cost.step_s(work)) for work in works]
     speed = RecordedSpeed(spans, [StepSample(work, 0.0, 0.0) for work in works], cost)
     for (start_s, end_s), price_s in zip(spans[:3], prices_s, strict=False):
@@ -317,7 +307,7 @@ def test_a_scenario_is_slow_when_the_recorded_machine_was(tmp_path: Path, core: 
         run(core, config, requests_for("greedy"), log, slow)
     recording = read_run(path)
     measured, world = recording.figures(), world_of(recording, core)
-    speed = RecordedSpeed(recording.spans, recording.samples, ProfiledCost(PRICES))
+    speed = RecordedSpeed(recording.spans, recording.samples, PRICES)
     settings = ScenarioSettings.of(world.config)
     row = world._replace(speed=speed).serve(settings)
     assert {name: row[name] for name in measured} == pytest.approx(measured, rel=1e-3)
@@ -336,7 +326,7 @@ def test_the_recorded_policy_keeps_its_parameters(core: EngineCore) -> None:
 @pytest.mark.parametrize("ended", ["stop string", "cancelled"])
 def test_the_machine_is_idle_after_the_last_request_was_ended(tmp_path: Path, ended: str) -> None:
     with StepRecorder(tmp_path / "log") as log:
-        world = World(log=log, cost=ProfiledCost(PRICES))
+        world = World(log=log, cost=PRICES)
         world.add(make_request("a", max_tokens=50))
         for _ in range(5):
             world.step()
