@@ -117,7 +117,7 @@ def test_what_drafts_cost_is_not_the_cost_of_a_chunk() -> None:
             if draft_s:
                 mixed.draft_depth, mixed.ingested_tokens = 1, 500
             model.observe(StepSample(mixed, draft_s, truth(mixed)[1]))
-        seconds, _ = model.with_chunks(StepWork.decoding(4, 0), np.array([50, 100]), 0)
+        seconds = model.with_chunks(StepWork.decoding(4, 0), np.array([50, 100]), 0)
         chunks.append(seconds.tolist())
     assert chunks[1] == pytest.approx(chunks[0], rel=0.01)
 

@@ -68,11 +68,12 @@ class RobustFit:
         bound, and the others change as they do with it."""
         within: np.ndarray = np.minimum(np.maximum(prices, self._lowest), self._highest)
         for i in (within != prices).nonzero()[0].tolist():
-            moved = self._covariance[:, i] * ((within[i] - prices[i]) / self._covariance[i, i])
-            prices = prices + moved
-        return np.minimum(np.maximum(prices, self._lowest), self._highest)
+            variance = max(self._covariance[i, i], _MIN_S**2)
+            prices = prices + self._covariance[:, i] * ((within[i] - prices[i]) / variance)
+        within = np.minimum(np.maximum(prices, self._lowest), self._highest)
+        return within
 
-    def variances(self, shares: np.ndarray) -> np.ndarray:
-        """Return the variance of the logarithm of durations with these shares, float64 [k, n]."""
-        variances: np.ndarray = np.add.reduce((shares @ self._covariance) * shares, axis=1)
-        return variances
+    def variance(self, shares: np.ndarray) -> float:
+        """Return the variance of the logarithm of a duration with these shares of prices, relative
+        to the prices, float64 [n]."""
+        return max(float(shares @ self._covariance @ shares), 0.0)

@@ -7,6 +7,8 @@ measured time, so that drafts never count as the cost of a chunk.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from msgspec import structs
 
@@ -99,8 +101,7 @@ class StepCosts:
                 self._start(scaled(_UNKNOWN, _median_speed(self._first)), 1.0)
             if self._target is not None:
                 for each in self._first:
-                    expected_s, gradient = self._gradients(_features(each.work))
-                    self._target.observe(each.rest_s, float(expected_s[0]), gradient[0])
+                    self._target.observe(each.rest_s, *self._gradient(each.work))
                 self._first.clear()
         passes, tokens = work.draft_depth, work.draft_tokens + work.ingested_tokens
         if sample.draft_s > 0 and self._draft is not None and (passes or tokens):
@@ -131,49 +132,59 @@ class StepCosts:
         """Return the seconds of steps without chunks and drafts, float64 [k]."""
         assert self._target is not None
         base_s, token_s, corner, logit_s, context_s, pair_s = self._target.prices[:6]
-        seconds: np.ndarray = (base_s**corner + (token_s * tokens) ** corner) ** (1 / corner)
-        return seconds + (logit_s * logits + context_s * context + pair_s * pairs)
+        corner_s = (base_s**corner + (token_s * tokens) ** corner) ** (1 / corner)
+        seconds: np.ndarray = corner_s + logit_s * logits + context_s * context + pair_s * pairs
+        return seconds
 
-    def with_chunks(
-        self, work: StepWork, sizes: np.ndarray, history: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def with_chunks(self, work: StepWork, sizes: np.ndarray, history: int) -> np.ndarray:
         """Return the seconds of the step `work` with chunks of these `sizes`, float64 [k], after
-        `history` tokens of the prompt, and their shares by price, [k, 8]."""
-        features = np.repeat(_features(work), len(sizes), axis=0)
-        features[:, 1] += sizes
-        features[:, 4] += history + sizes
-        features[:, 5] += sizes * (history + sizes / 2)
-        features[:, 6] = sizes > 0
-        seconds, gradients = self._gradients(features)
-        return seconds, gradients / seconds[:, None]
+        `history` tokens of the prompt."""
+        assert self._target is not None
+        context = work.context_tokens + history + sizes
+        pairs = work.pairs + sizes * (history + sizes / 2)
+        seconds = self.seconds(work.target_tokens + sizes, work.logit_tokens, context, pairs)
+        seconds += float(self._target.prices[6])
+        return seconds
+
+    def target_s(self, work: StepWork) -> float:
+        """Return the seconds of a step without the drafter's."""
+        return self._gradient(work)[0]
+
+    def variance_of_ratio(self, work: StepWork, other: StepWork) -> float:
+        """Return the variance of the logarithm of the ratio of two durations."""
+        assert self._target is not None
+        (seconds, gradient), (others, other_gradient) = map(self._gradient, (work, other))
+        return self._target.variance(gradient / seconds - other_gradient / others)
 
     def draft_s(self, work: StepWork) -> float:
         """Return the seconds of the drafter's passes and catch-up."""
         assert self._draft is not None
-        pass_s, token_s = self._draft.prices.tolist()
-        drafted: float = token_s * (work.draft_tokens + work.ingested_tokens)
-        return drafted + pass_s * work.draft_depth
+        counts = work.draft_depth, work.draft_tokens + work.ingested_tokens
+        return float(self._draft.prices @ counts)
 
-    def variances(self, shares: np.ndarray) -> np.ndarray:
+    def _gradient(self, work: StepWork) -> tuple[float, np.ndarray]:
+        """Return the seconds of a step without the drafter's, and their derivative by each price,
+        float64 [8]."""
         assert self._target is not None
-        return self._target.variances(shares)
-
-    def _gradients(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of steps, float64 [k], and their derivatives by price, [k, 8]."""
-        assert self._target is not None
-        prices, gradients = self._target.prices, features.copy()
-        base_s, token_s, corner = prices[:3]
-        tokens_s = token_s * features[:, 1]
-        powers = (tokens_s / base_s) ** corner
-        corner_s = base_s * (1 + powers) ** (1 / corner)
-        share = powers / (1 + powers)  # of the tokens
-        gradients[:, 0] = (base_s / corner_s) ** (corner - 1)
-        gradients[:, 1] *= (tokens_s / corner_s) ** (corner - 1)
-        entropy = share * np.log(share + 1e-30) + (1 - share) * np.log(1 - share + 1e-30)
-        gradients[:, _CORNER] = corner_s * entropy / corner**2
-        features[:, _CORNER] = 0.0
-        seconds = corner_s + features[:, 3:] @ prices[3:]
-        return seconds, gradients
+        prices = self._target.prices
+        base_s, token_s, corner = prices[:3].tolist()
+        tokens = work.target_tokens
+        power = (token_s * tokens / base_s) ** corner
+        corner_s = base_s * (1 + power) ** (1 / corner)
+        share = power / (1 + power)  # of the tokens
+        entropy = (1 - share) * math.log(1 - share) + (share and share * math.log(share))
+        counts = (
+            (base_s / corner_s) ** (corner - 1),
+            tokens * (token_s * tokens / corner_s) ** (corner - 1),
+            corner_s * entropy / corner**2,
+            work.logit_tokens,
+            work.context_tokens,
+            work.pairs,
+            work.prefill_tokens > 0,
+            work.draft_tokens > 0,
+        )
+        gradient = np.array(counts, np.float64)
+        return corner_s + float(prices[3:] @ gradient[3:]), gradient
 
 
 def scaled(profile: CostProfile, factor: float) -> CostProfile:
@@ -187,10 +198,3 @@ def _median_speed(samples: list[StepSample]) -> float:
     """Return the median duration relative to the prices of an unknown machine."""
     ratios = sorted(each.rest_s / _UNKNOWN.step_s(each.work)[1] for each in samples)
     return ratios[len(ratios) // 2]
-
-
-def _features(work: StepWork) -> np.ndarray:
-    """Return the factor of each price of a step without the drafter's, float64 [1, 8]."""
-    chunks, drafts = work.prefill_tokens > 0, work.draft_tokens > 0
-    counts = work.target_tokens, 0, work.logit_tokens, work.context_tokens, work.pairs
-    return np.array([(1, *counts, chunks, drafts)], np.float64)
