@@ -60,7 +60,7 @@ def test_the_fit_finds_the_prices_of_a_known_machine(slots):
         work = decoding(rows, context, depth=depth)
         draft_s, target_s, _ = profile.step_s(work)
         expected = machine.step_s(work)
-        assert target_s == pytest.approx(expected[1], rel=0.03)
+        assert target_s == pytest.approx(expected[1], rel=0.05)
         assert draft_s == pytest.approx(expected[0], rel=0.3, abs=1e-5)
     mixed = prefilling(1, 400)
     assert profile.step_s(mixed)[1] == pytest.approx(machine.step_s(mixed)[1], rel=0.03)

@@ -22,12 +22,12 @@ from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import TextFinished
 from cbatch.core.scheduler.plan import StepPlan, StepResult
+from cbatch.core.scheduler.slot_counts import SlotCounts
 from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_head, demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.build import load_core
 from cbatch.engine.core import EngineCore
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.prices.meter import StepMeter
 from cbatch.rerun.drafters import Fates, Rerun, rerun
 from cbatch.rerun.models import DraftSizes
 from cbatch.rerun.prices import recorded_prices, with_drafter
@@ -99,15 +99,20 @@ class PricedExecutor:
     """A real executor whose results have the durations of `PRICES`."""
 
     def __init__(self, executor: TorchExecutor, max_num_seqs: int, speed: RecordedSpeed | None):
-        self._meter, self._speed, self._now_s = StepMeter(executor, max_num_seqs), speed, 0.0
+        self._executor, self._counts = executor, SlotCounts(max_num_seqs)
+        self._speed, self._now_s = speed, 0.0
         self._cost, self.host_s = PRICES, 0.0
 
     def idle(self, seconds: float) -> None:
         self._now_s += seconds
 
     def run(self, plan: StepPlan) -> StepResult:
-        result = self._meter.run(plan)
-        parts_s, factor = self._cost.step_s(self._meter.last.work), 1.0
+        result, counts = self._executor.run(plan), self._counts
+        for admission in plan.deltas.new_sequences:
+            counts.admit(admission)
+        work = counts.work(plan, result.num_drafted)
+        counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
+        parts_s, factor = self._cost.step_s(work), 1.0
         if self._speed is not None:
             end_s = self._speed.end_s(self._now_s, sum(parts_s))
             factor = (end_s - self._now_s) / sum(parts_s)

@@ -114,7 +114,7 @@ class ChunkSizes:
         speeds = sizes / seconds
         least = (1 - _TIE) * self._share * np.maximum.reduce(speeds)
         smallest = int(np.argmax(speeds >= least))
-        alone_s = self._costs.target_s(work)
+        alone_s = self._costs.gradient(work)[0]
         capped = max(int(np.count_nonzero(seconds <= MAX_STRETCH * alone_s)) - 1, 0)
         if capped < smallest:
             steps = [_with_chunk(work, int(sizes[i]), history) for i in (capped, smallest)]

@@ -101,7 +101,7 @@ class StepCosts:
                 self._start(scaled(_UNKNOWN, _median_speed(self._first)), 1.0)
             if self._target is not None:
                 for each in self._first:
-                    self._target.observe(each.rest_s, *self._gradient(each.work))
+                    self._target.observe(each.rest_s, *self.gradient(each.work))
                 self._first.clear()
         passes, tokens = work.draft_depth, work.draft_tokens + work.ingested_tokens
         if sample.draft_s > 0 and self._draft is not None and (passes or tokens):
@@ -146,14 +146,10 @@ class StepCosts:
         seconds += float(self._target.prices[6])
         return seconds
 
-    def target_s(self, work: StepWork) -> float:
-        """Return the seconds of a step without the drafter's."""
-        return self._gradient(work)[0]
-
     def variance_of_ratio(self, work: StepWork, other: StepWork) -> float:
         """Return the variance of the logarithm of the ratio of two durations."""
         assert self._target is not None
-        (seconds, gradient), (others, other_gradient) = map(self._gradient, (work, other))
+        (seconds, gradient), (others, other_gradient) = map(self.gradient, (work, other))
         return self._target.variance(gradient / seconds - other_gradient / others)
 
     def draft_s(self, work: StepWork) -> float:
@@ -162,7 +158,7 @@ class StepCosts:
         counts = work.draft_depth, work.draft_tokens + work.ingested_tokens
         return float(self._draft.prices @ counts)
 
-    def _gradient(self, work: StepWork) -> tuple[float, np.ndarray]:
+    def gradient(self, work: StepWork) -> tuple[float, np.ndarray]:
         """Return the seconds of a step without the drafter's, and their derivative by each price,
         float64 [8]."""
         assert self._target is not None

@@ -16,8 +16,8 @@ from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import Executor
 from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
+from cbatch.core.scheduler.slot_counts import SlotCounts
 from cbatch.core.scheduler.state import NO_DELTAS
-from cbatch.engine.prices.meter import StepMeter
 
 CONTEXT_TOKENS = 64  # length of a row, drafts not included
 LONG_CONTEXT_TOKENS = 512  # length of a row in shapes for the price of a context token
@@ -140,7 +140,8 @@ class StepRunner:
         max_rounds: int = _MAX_ROUNDS,
     ) -> None:
         self._max_rounds = max_rounds
-        self._meter, self._config = StepMeter(executor, config.max_num_seqs), config
+        self._executor, self._config = executor, config
+        self._counts = SlotCounts(config.max_num_seqs)
         self._drafts_by_lookup = _drafts_by_lookup(config)
         self._steps, self._spent_s = 0, 0.0
 
@@ -182,7 +183,7 @@ class StepRunner:
             if shape.num_drafts:
                 lag = (result.num_accepted == shape.num_drafts).astype(np.int32)
             result = self._step(shape, generation, lag, ())
-        sample = self._meter.last
+        sample = self._last
         sample.work.ingested_tokens += reads * shape.rows * shape.context_tokens
         # A row catches up in the step that admits it, so that only the drafter's time is valid.
         return msgspec.structs.replace(sample, target_s=0.0) if shape.catch_up else sample
@@ -204,7 +205,12 @@ class StepRunner:
             wants_logits=np.ones(shape.all_rows, dtype=np.bool_),
             deltas=msgspec.structs.replace(NO_DELTAS, reset=bool(admitted), new_sequences=admitted),
         )
-        result = self._meter.run(plan)
+        result, counts = self._executor.run(plan), self._counts
+        for new in admitted:
+            counts.admit(new)
+        work = counts.work(plan, result.num_drafted)
+        counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
+        self._last = StepSample(work, result.draft_s, result.target_s)
         self._spent_s += result.target_s + result.draft_s
         return result
 
