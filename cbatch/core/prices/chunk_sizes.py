@@ -98,14 +98,14 @@ class ChunkSizes:
     def _chosen(self, work: StepWork) -> int:
         if self._share >= 1:
             return self._max_tokens
-        max_chunk = max(_GROWTH * self._max_measured, _FIRST_TOKENS)
+        max_chunk = min(max(_GROWTH * self._max_measured, _FIRST_TOKENS), self._max_tokens)
         if not self._costs.is_known:
-            return min(max_chunk, self._max_tokens)
+            return max_chunk
         if work.rows != self._best_for or self._num_chunks % _BEST_EVERY == 0:
             self._best_for, best = work.rows, self._best(work.plain)
             if not self.last / _HYSTERESIS <= best <= self.last * _HYSTERESIS:
                 self.last = best
-        return min(self.last, max_chunk, self._max_tokens)
+        return min(self.last, max_chunk)
 
     def _best(self, work: StepWork) -> int:
         """Return the chunk that keeps the share of the best prompt throughput beside `work`."""
@@ -128,7 +128,8 @@ class ChunkSizes:
         context lengths; 0 before prompts were observed."""
         if not (self._max_measured and self._costs.is_known):
             return 0.0
-        chunk = min(self._chosen(work), budget_tokens) if work.rows else budget_tokens
+        chunk = budget_tokens if self._share >= 1 or not work.rows else self.last or _FIRST_TOKENS
+        chunk = min(chunk, budget_tokens)
         history = max(self._history - chunk / 2, 0.0)
         seconds = self._costs.with_chunks(work, np.array([chunk]), int(history))
         return float(seconds[0]) / chunk

@@ -40,16 +40,16 @@ class RobustFit:
         """`common`: relative standard deviation of all prices together."""
         self.prices, self._max_spread = prices.astype(np.float64), spread.astype(np.float64)
         self._lowest, self._highest, self._is_seconds = lowest, highest, is_seconds
-        self._drifts, self.num_observed = drifts, 0
+        self._drifts, self._num_observed = drifts, 0
         moving = self.prices * is_seconds
         self._covariance = np.diag(spread**2) + common**2 * np.outer(moving, moving)
 
     def observe(self, seconds: float, expected_s: float, gradient: np.ndarray) -> None:
         """Observe a duration. `gradient` has the derivative of `expected_s` by each price."""
-        self.num_observed += 1
+        self._num_observed += 1
         share = gradient / max(expected_s, _MIN_S)
         gain = self._covariance @ share
-        first = _FIRST_NOISE / self.num_observed
+        first = _FIRST_NOISE / self._num_observed
         variance = float(share @ gain) + _NOISE**2 + first**2
         error = math.log(max(seconds, _MIN_S) / max(expected_s, _MIN_S))
         # A step that is far off says little: less than its error counts, and less is learned.

@@ -92,8 +92,7 @@ class StepCosts:
     def observe(self, sample: StepSample) -> None:
         """Learn from a measured step. A duration of 0 or less was not measured."""
         work = sample.work
-        seconds = sample.rest_s
-        if seconds > 0 and work.target_tokens:
+        if sample.rest_s > 0 and work.target_tokens:
             if not work.prefill_tokens:
                 self._num_observed[work.draft_tokens > 0] += 1
             self._first.append(sample)
