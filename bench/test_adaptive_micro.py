@@ -45,7 +45,6 @@ class FakePlannedRows(NamedTuple):
     budget_tokens: int = TOKENS
     context_tokens: int = 0
     num_prompts: int = 0
-    chunk_tokens: int = 0
 
     @property
     def num_rows(self) -> int:

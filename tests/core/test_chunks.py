@@ -82,7 +82,7 @@ def steps_until(world: World, done: object) -> tuple[list[int], list[float]]:
 
 
 def chunk_by(profile: CostProfile, share: float = 0.95) -> int:
-    """Return the chunk beside one row, once the largest chunk was measured."""
+    """Return the chunk that joins one row, once the largest chunk was measured."""
     sizes = ChunkSizes(StepCosts(profile), 1024, share)
     sizes.observe(StepSample(prefilling(1, 1024), 0.0, 0.0), None)
     return sizes.chunk(decoding(1), 0, None)

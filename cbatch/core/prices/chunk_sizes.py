@@ -108,7 +108,7 @@ class ChunkSizes:
         return min(self.last, max_chunk)
 
     def _best(self, work: StepWork) -> int:
-        """Return the chunk that keeps the share of the best prompt throughput beside `work`."""
+        """Return the chunk that keeps the share of the best prompt throughput in the step `work`."""
         sizes, history = self._sizes, int(self._history)
         seconds = self._costs.with_chunks(work, sizes, history)
         speeds = sizes / seconds
@@ -124,7 +124,7 @@ class ChunkSizes:
         return int(sizes[smallest])
 
     def prompt_token_s(self, work: StepWork, budget_tokens: int) -> float:
-        """Return the estimated seconds per prompt token beside the decoding rows `work`, at recent
+        """Return the estimated seconds per prompt token with the decoding rows `work`, at recent
         context lengths; 0 before prompts were observed."""
         if not (self._max_measured and self._costs.is_known):
             return 0.0

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from msgspec import structs
 
-from cbatch.core.prices.cost_profile import MAX_CORNER, CostProfile
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.robust_fit import RobustFit
 from cbatch.core.prices.step_work import StepSample, StepWork
 
@@ -26,7 +26,7 @@ _PROFILED = 0.15  # how far prices of a profile may be off, relative
 _CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
 _LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
-_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, MAX_CORNER)
+_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, 8.0)  # a corner of 8 is sharp
 
 
 class StepPrices:
@@ -99,25 +99,21 @@ class StepCosts:
             if self._target is None and len(self._first) == _FIRST_STEPS:
                 self._start(scaled(_UNKNOWN, _median_speed(self._first)), 1.0)
             if self._target is not None:
-                for each in self._first:
-                    self._target.observe(each.rest_s, *self.gradient(each.work))
+                for first in self._first:
+                    self._target.observe(first.rest_s, *self.gradient(first.work))
                 self._first.clear()
         passes, tokens = work.draft_depth, work.draft_tokens + work.ingested_tokens
         if sample.draft_s > 0 and self._draft is not None and (passes or tokens):
             counts = np.array([passes, tokens], np.float64)
             self._draft.observe(sample.draft_s, float(self._draft.prices @ counts), counts)
 
-    def prices(
-        self, rows: int, context_tokens: int, max_drafts: int, chunk_tokens: int = 0
-    ) -> StepPrices:
+    def prices(self, rows: int, context_tokens: int, max_drafts: int) -> StepPrices:
         """Return the prices of steps with `rows` decoding rows and 0 to `max_drafts` drafts in
-        all. Beside a chunk, drafts cost what they add to that step."""
+        all."""
         assert self._draft is not None and self._target is not None
         tokens = rows + np.arange(max_drafts + 1.0)
         pairs = context_tokens / max(rows, 1) * tokens
-        step_s = self.seconds(tokens + chunk_tokens, tokens, context_tokens, pairs)
-        if chunk_tokens:
-            step_s += self.seconds(tokens[:1], tokens[0], context_tokens, pairs[0]) - step_s[0]
+        step_s = self.seconds(tokens, tokens, context_tokens, pairs)
         step_s[1:] += self._target.prices[7]
         return StepPrices(step_s, *self._draft.prices.tolist())
 
@@ -191,5 +187,5 @@ def scaled(profile: CostProfile, factor: float) -> CostProfile:
 
 def _median_speed(samples: list[StepSample]) -> float:
     """Return the median duration relative to the prices of an unknown machine."""
-    ratios = sorted(each.rest_s / _UNKNOWN.step_s(each.work)[1] for each in samples)
+    ratios = sorted(s.rest_s / _UNKNOWN.step_s(s.work)[1] for s in samples)
     return ratios[len(ratios) // 2]

@@ -254,12 +254,11 @@ def _prompt_budget(
         return budget
     known = state.table.num_tokens[batch.rows].astype(np.int64)
     work = StepWork.decoding(num_rows, int(np.add.reduce(known)))
+    work.draft_tokens, work.ingested_tokens = tokens.total_drafts, tokens.total_catch_up
     if tokens.total_drafts:
         work.decode_pairs = int(known @ tokens.query_lens)
         work.draft_depth = int(np.maximum.reduce(tokens.num_drafts))
-        work.draft_tokens = tokens.total_drafts
         work.target_tokens = work.logit_tokens = num_rows + tokens.total_drafts
-    work.ingested_tokens = tokens.total_catch_up
     history = state.table.kv_len(prompts[0].slot) if prompts else 0
     return min(budget, state.chunk_sizes.chunk(work, history, batch.itl_target_s))
 
@@ -397,10 +396,6 @@ class DraftableRows:
     def num_prompts(self) -> int:
         state = self._state
         return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self._state.chunk_sizes.last if self.num_prompts else 0
 
     @property
     def remaining_tokens(self) -> np.ndarray:

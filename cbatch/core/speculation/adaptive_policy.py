@@ -54,7 +54,7 @@ class AdaptivePolicy(EstimatingPolicy):
         self._decided_at = self._decide_at = 0  # steps of the last decision and of the next
         self._newcomers = 0  # rows that entered since the last decision
         self._experiment = range(0)  # steps of the latest experiment
-        self._beside_prompts = False  # whether prompts waited at the last decision
+        self._had_prompts = False  # whether prompts waited at the last decision
 
     @property
     def prior(self) -> tuple[float, float]:
@@ -111,7 +111,7 @@ class AdaptivePolicy(EstimatingPolicy):
         """Return whether a quarter of the batch has entered or left since the last decision, or
         prompts have come or are computed."""
         previous, num_rows = len(self.decision.num_drafts), step.num_rows
-        if self.drafting and (step.num_prompts > 0) != self._beside_prompts:
+        if self.drafting and (step.num_prompts > 0) != self._had_prompts:
             return True
         if abs(num_rows - previous) > max(previous // 4, 1):
             return True
@@ -131,7 +131,7 @@ class AdaptivePolicy(EstimatingPolicy):
     def _decide(self, step: PlannedRows) -> None:
         self._drift()
         self._decided_at, self._newcomers = self._steps, 0
-        self._beside_prompts = step.num_prompts > 0
+        self._had_prompts = step.num_prompts > 0
         self._decide_at = self._steps + SOON_STEPS
         depth = int(np.maximum.reduce(step.max_drafts, initial=0))
         max_total = min(step.budget_tokens, depth * step.num_rows)
@@ -139,9 +139,9 @@ class AdaptivePolicy(EstimatingPolicy):
             self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
             self._num_drafts[step.rows] = 0
             return
-        prices = self.costs.prices(step.num_rows, step.context_tokens, max_total, step.chunk_tokens)
+        prices = self.costs.prices(step.num_rows, step.context_tokens, max_total)
         decision, was_drafting = self._best(step, prices, depth), self.drafting
-        if not (was_drafting and self._beside_prompts):  # else drafts only pause
+        if not (was_drafting and self._had_prompts):  # else drafts only pause
             self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
         self.decision = decision
         self._num_drafts[step.rows] = decision.num_drafts if self.drafting else 0
