@@ -22,7 +22,7 @@ _FIRST_TOKENS, _GROWTH = 64, 2
 _MIN_TOKENS = 8  # prompt tokens of a step whatever its target, so that prompts progress
 MAX_STRETCH = 3.0
 _HYSTERESIS = 1.25
-_TIE = 0.03  # relative difference of speeds that the measurements do not tell
+_TIE = 0.06  # relative difference of speeds that the measurements do not tell
 _BEST_EVERY = 8  # chunks after which the best is found again, or once the number of rows changes
 _MEMORY = 32  # chunks over which their mean context is averaged
 # A step is planned to take this share (margin) of the target time between two tokens. The share
@@ -108,7 +108,7 @@ class ChunkSizes:
         return min(self.last, max_chunk)
 
     def _best(self, work: StepWork) -> int:
-        """Return the chunk that keeps the share of the best prompt throughput in the step `work`."""
+        """Return the chunk that keeps the share of the best prompt throughput in `work`."""
         sizes, history = self._sizes, int(self._history)
         seconds = self._costs.with_chunks(work, sizes, history)
         speeds = sizes / seconds

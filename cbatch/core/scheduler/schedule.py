@@ -344,8 +344,7 @@ def _build_plan(
 
 
 class DraftableRows:
-    """The decoding rows as a lookahead policy sees them: `policy.PlannedRows`. Slow properties are
-    computed when they are first read."""
+    """The decoding rows as a lookahead policy sees them (`policy.PlannedRows`), computed late."""
 
     def __init__(self, state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> None:
         self._state, self._batch, self._num_known = state, batch, num_known
@@ -380,9 +379,8 @@ class DraftableRows:
         if has_prompts:
             budget //= 2
         if target_s is not None:
-            context, chunks = self.context_tokens, state.chunk_sizes
-            work = StepWork.decoding(self.num_rows, context)
-            fitting = chunks.tokens_within(target_s, work, context // self.num_rows)
+            chunks, work = state.chunk_sizes, StepWork.decoding(self.num_rows, self.context_tokens)
+            fitting = chunks.tokens_within(target_s, work, work.context_tokens // self.num_rows)
             if has_prompts:
                 fitting -= chunks.chunk(work, 0, target_s)
             budget = max(min(budget, fitting), 0)
@@ -394,8 +392,9 @@ class DraftableRows:
 
     @cached_property
     def num_prompts(self) -> int:
-        state = self._state
-        return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
+        return len(self._state.prefilling) + min(
+            len(self._state.waiting), self._state.table.num_free
+        )
 
     @property
     def remaining_tokens(self) -> np.ndarray:
