@@ -374,10 +374,8 @@ class DraftableRows:
         """Most drafts and catch-up tokens of all rows together. While prompts wait, it is at most
         half of the step's budget, and leaves time for a chunk within the target gap."""
         state, target_s = self._state, self._batch.itl_target_s
-        budget = state.config.max_num_batched_tokens - self.num_rows
         has_prompts = bool(state.prefilling or state.waiting)
-        if has_prompts:
-            budget //= 2
+        budget = (state.config.max_num_batched_tokens - self.num_rows) >> has_prompts
         if target_s is not None:
             chunks, work = state.chunk_sizes, StepWork.decoding(self.num_rows, self.context_tokens)
             fitting = chunks.tokens_within(target_s, work, work.context_tokens // self.num_rows)
