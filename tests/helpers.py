@@ -99,7 +99,6 @@ class RowsToPlan(msgspec.Struct):
     budget_tokens: int = 2**20
     behind: np.ndarray | None = None
     num_prompts: int = 0
-    chunk_tokens: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -5,7 +5,7 @@ at a light load, near saturation and beyond it. A load is a share of the simulat
 requests per second; arrivals are a Poisson process. The simulator gets no data of the runs that it
 predicts. Its inputs are
 
-- step prices of synthetic batches, measured between repeats, since a machine's speed drifts;
+- step prices of synthetic steps, measured before and after the runs;
 - the acceptance of each prompt's drafts, from a separate run.
 
 `real` is the median of the repeats, and `spread` their range relative to it.
@@ -33,7 +33,7 @@ from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_paths
 from cbatch.engine.engine import Engine
 from cbatch.engine.info import EngineInfo
-from cbatch.engine.prices.calibrator import Calibrator
+from cbatch.engine.prices.calibrator import calibrate
 from cbatch.text.outputs import Output
 from sim.executor.acceptance import RecordedAcceptance
 from sim.executor.fake import FakeExecutor
@@ -46,7 +46,7 @@ from sim.workload.sources import ClosedLoop, OpenLoop, Source
 from sim.workload.traces.request import TraceRequest
 
 BOUNDS = {"tokens_per_s": 0.05, "p50": 0.07, "p99": 0.12}  # allowed relative errors
-STEPS = 16  # of each batch, before the runs and after each repeat
+CALIBRATION_S = 60.0  # before the runs, and after them
 ACCEPTANCE_TOKENS, ACCEPTANCE_K = 72, 8  # output tokens per prompt, and drafts per step
 _MAX_NUM_SEQS = 32
 _OUTPUT_TOKENS = (8, 64)  # range of a request
@@ -168,18 +168,17 @@ def measure(args: argparse.Namespace, failures: Failures) -> tuple[SimulatedEngi
     texts = make_prompts("mix", demo_paths()[0])
     acceptances = record_acceptances(load_policy(f"fixed:{ACCEPTANCE_K}")[0], texts)
     priced, info = load_policy(EngineOptions().lookahead)
-    prices = Calibrator(priced.core.executor, priced.scheduler.config)
-    prices.measure(seed=0, steps=STEPS)
+    parts = priced.core.executor, priced.scheduler.config, info
+    calibration = calibrate(*parts, seconds=CALIBRATION_S)
     engines = {policy: load_policy(policy)[0] for policy in args.policy}
     for engine in engines.values():  # warm up
         serve(engine, make_requests(texts, 1e3, 9, 0), texts)
-    cases = make_cases(SimulatedEngine(prices.calibration(info), acceptances), texts, args)
+    cases = make_cases(SimulatedEngine(calibration, acceptances), texts, args)
     with failures.caught("engine"):
         for repeat in range(args.repeats):
             for case in cases if repeat % 2 == 0 else reversed(cases):
                 case.runs.append(serve(engines[case.policy], case.requests, texts))
-            prices.measure(seed=1 + repeat, steps=STEPS)
-    simulated = SimulatedEngine(prices.calibration(info), acceptances)
+    simulated = SimulatedEngine(calibrate(*parts, seconds=CALIBRATION_S), acceptances)
     return simulated, [case for case in cases if case.runs]
 
 

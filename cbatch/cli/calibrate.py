@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import msgspec
@@ -16,27 +17,22 @@ from cbatch.core.prices.calibration import Accuracy
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.executor import Executor
 from cbatch.engine.build import load_engine
-from cbatch.engine.prices.calibrator import Calibrator
-from cbatch.engine.progress import ProgressBar
+from cbatch.engine.prices.calibrator import calibrate
 
-ROUNDS, STEPS = 2, 32  # defaults: rounds through all batches, and steps per batch
+SECONDS = 180.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "calibrate",
         usage="%(prog)s [MODEL] --out FILE [options]",
-        description="Measure batches of many sizes, draft lengths and contexts, fit a cost profile "
-        "to them, and print how well the profile predicts other batches.",
+        description="Measure steps of many sizes, draft lengths and contexts, fit a cost profile "
+        "to them, and print how well the profile predicts other steps.",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="cost profile to write, in JSON"
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds through all batches")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps per batch")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of lengths and of the order of batches"
-    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time of all measured steps")
     add_json_option(parser, "the accuracy of the profile")
     add_engine_flags(parser, ModelSettings)
     parser.set_defaults(run=run)
@@ -47,9 +43,8 @@ def run(args: argparse.Namespace) -> int:
     values = settings.values
     if values.engine.overlap:
         raise FieldError("--overlap", "the simulator's loop is serial", "leave it out")
-    for name in ("rounds", "steps"):
-        if getattr(args, name) < 1:
-            raise FieldError(f"--{name}", f"{getattr(args, name)} is not allowed", "give 1 or more")
+    if not 0 < args.seconds < math.inf:
+        raise FieldError("--seconds", f"{args.seconds} is not allowed", "give more than 0")
     require_place("--out", args.out)
     console = TextConsole(stderr=True)
     without_text = {"generation_config": "none", "tokenizer": "none", "overlap": 0}
@@ -60,19 +55,12 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, soft_wrap=True)
     executor = engine.core.executor
     assert isinstance(executor, Executor)
-    calibrator = Calibrator(executor, engine.scheduler.config)
-    total = args.rounds * len(calibrator.fitted) + len(calibrator.held_out)
-    console.print(f"measuring {total} batches of {args.steps} steps")
-    with ProgressBar(total, unit="batches") as bar:
-        for i in range(args.rounds):
-            last = i == args.rounds - 1
-            calibrator.measure(
-                seed=args.seed + i, steps=args.steps, held_out=last, on_batch=bar.advance
-            )
-    profile = calibrator.calibration(info)
+    console.print(f"measuring steps for {args.seconds:g} s")
+    config = engine.scheduler.config
+    profile = calibrate(executor, config, info, seconds=args.seconds)
     args.out.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     console.print(f"fitted to {_accuracy_text(profile.fitted)}", soft_wrap=True)
-    console.print(f"held-out batches: {_accuracy_text(profile.held_out)}", soft_wrap=True)
+    console.print(f"other steps: {_accuracy_text(profile.held_out)}", soft_wrap=True)
     row = msgspec.to_builtins({"fitted": profile.fitted, "held_out": profile.held_out})
     document = {"results": [row], "machine": profile.machine, "versions": profile.versions}
     print_figures(document, args.json)

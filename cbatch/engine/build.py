@@ -35,12 +35,8 @@ from cbatch.engine.model_files import (
     tokenizer_of,
 )
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.prices.startup import (
-    MAX_PROFILED_DRAFTS,
-    cached_invariance,
-    max_drafts,
-    with_prices,
-)
+from cbatch.engine.prices.shapes import MAX_PROFILED_DRAFTS
+from cbatch.engine.prices.startup import cached_invariance, max_drafts, with_prices
 from cbatch.engine.ranks.group import LOADED, Probe, RankedExecutor, Ranks, Serve
 from cbatch.grammars import Grammars
 from cbatch.runtime.backend import (

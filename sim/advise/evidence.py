@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cbatch.core.prices.cost_profile import CostProfile
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.request import MODEL
 from cbatch.rerun.drafters import Rerun
 from cbatch.rerun.models import DraftSizes
@@ -39,7 +38,7 @@ class Evidence(NamedTuple):
             if self.cost is None:
                 own = by_drafter[ScenarioSettings.of(config).drafter or "off"]
                 spans, samples = self.recording.spans, self.recording.samples
-                speed = RecordedSpeed(spans, samples, ProfiledCost(own)).shifted(shift)
+                speed = RecordedSpeed(spans, samples, own).shifted(shift)
             parts = by_drafter, fates, self.model, speed, targets
             worlds.append(RecordedWorld(config, texts, *parts))
         return worlds

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.cost.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
+from sim.cost.curve import Curve
 from sim.workload.traces.files import TraceRow, csv_rows, read_lines
 
 # Launches of each kernel per transformer block. The kernels of `_ONCE` run once per pass.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cbatch import SamplingParams
-from cbatch.core.prices.cost_model import OnlineCostModel
 from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.scheduler.block_pool import ROOT, BlockPool
 from cbatch.core.speculation.acceptance import survival
@@ -31,23 +31,13 @@ from sim.workload.lengths import lognormal
 from sim.workload.traces.reader import write_requests
 
 # --- the decision of `adaptive` for 256 rows of up to 8 drafts. Profile `flat` is memory-bound at
-# this load, `steep` compute-bound; `stairs` rises every 64 tokens.
+# this load, `steep` compute-bound.
 
 ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
-STAIRS = tuple(n for first in range(0, TOKENS, 64) for n in (first + 1, first + 64))
 PROFILES = {
-    "flat": CostProfile(
-        (1, 64, TOKENS), (10e-3, 10.5e-3, 20e-3), draft_pass_s=3e-4, draft_token_s=2e-6
-    ),
-    "steep": CostProfile(
-        (1, 2, TOKENS), (10e-3, 10.1e-3, 200e-3), draft_pass_s=1e-3, draft_token_s=1e-5
-    ),
-    "stairs": CostProfile(
-        STAIRS,
-        tuple(0.01 + 2e-5 * max(0, (n - 1) // 64 - 4) * 64 for n in STAIRS),
-        draft_pass_s=3e-4,
-    ),
+    "flat": CostProfile(10e-3, 8e-6, 4.0, draft_pass_s=3e-4, draft_token_s=2e-6),
+    "steep": CostProfile(10e-3, 83e-6, draft_pass_s=1e-3, draft_token_s=1e-5),
 }
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 65_536
@@ -72,7 +62,6 @@ class FakePlannedRows(NamedTuple):
     budget_tokens: int = TOKENS
     context_tokens: int = 0
     num_prompts: int = 0
-    chunk_tokens: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -87,12 +76,12 @@ def planned_rows(rows: int) -> FakePlannedRows:
 def policy_of(kind: str, rows: int) -> AdaptivePolicy:
     policy = AdaptivePolicy(
         LookaheadConfig(policy="adaptive", k=DEPTH),
-        PolicyLimits(rows, TOKENS, PROFILES[kind]),
+        PolicyLimits(rows, TOKENS, StepCosts(PROFILES[kind])),
     )
     policy.estimate[:] = inputs(rows)[:2]
     work = StepWork(rows=rows, target_tokens=rows, logit_tokens=rows)
     for _ in range(2):  # without these, the policy would first test the profile's prices
-        policy.costs.observe(StepSample(work, 0.0, float(PROFILES[kind].table(TOKENS)[rows])))
+        policy.costs.observe(StepSample(work, *PROFILES[kind].step_s(work)))
     return policy
 
 
@@ -100,7 +89,7 @@ def policy_of(kind: str, rows: int) -> AdaptivePolicy:
 def test_decide(benchmark, kind):
     accepted, trials, caps = inputs(ROWS)
     chances = survival(accepted, trials, DEPTH).T
-    prices = OnlineCostModel(PROFILES[kind], max_tokens=TOKENS).prices(ROWS, 0, ROWS * DEPTH)
+    prices = StepCosts(PROFILES[kind]).prices(ROWS, 0, ROWS * DEPTH)
     before = None
     for _ in range(5):
         before = decide(chances, caps, prices, before)

@@ -1,4 +1,4 @@
-"""Prices of steps: a profile gives their shape, the durations of real steps correct them."""
+"""Prices of steps: a profile gives the first ones, the durations of real steps correct them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from cbatch.core.prices.cost_model import OnlineCostModel
 from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.speculation.adaptive_policy import AdaptivePolicy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits
-from tests.helpers import DraftedRows, RowsToPlan, decoding
+from tests.helpers import DraftedRows, RowsToPlan, decoding, prefilling
 
 PROFILE = CostProfile(
-    tokens=(1, 8, 9, 16, 64, 512),
-    target_s=(5e-3, 5e-3, 6e-3, 6e-3, 5.9e-3, 15e-3),  # a stair at 8, and a fall that is noise
-    context_token_s=1e-7,
-    row_s=1e-5,
-    draft_pass_s=4e-4,
-    draft_token_s=5e-6,
+    5e-3, 2e-5, 3.0, 1e-5, context_s=1e-7, draft_pass_s=4e-4, draft_token_s=5e-6, verify_s=2e-4
 )
 
 
@@ -33,11 +28,12 @@ def truth(work: StepWork, scale: float = 1.0) -> tuple[float, float]:
 
 
 def sample(rng: np.random.Generator, *, noise: float = 0.0, scale: float = 1.0) -> StepSample:
-    work = decoding(16, int(rng.integers(2000, 9000)), depth=int(rng.integers(0, 5)))
+    context, depth = int(rng.integers(2000, 9000)), int(rng.integers(0, 5))
+    work = decoding(16, context, depth=depth, decode_pairs=context * (1 + depth))
     return StepSample(work, *(np.exp(noise * rng.standard_normal(2)) * truth(work, scale)).tolist())
 
 
-def errors(model: OnlineCostModel, scale: float = 1.0) -> np.ndarray:
+def errors(model: StepCosts, scale: float = 1.0) -> np.ndarray:
     """Return relative errors of the prices of whole steps of 16 rows and 0 to 4 drafts a row."""
     prices = model.prices(16, 5000, 64)
     estimates = [prices.step_s[16 * d] + prices.pass_s * d for d in range(5)]
@@ -45,33 +41,30 @@ def errors(model: OnlineCostModel, scale: float = 1.0) -> np.ndarray:
     return np.abs(np.array(estimates) / [sum(truth(work, scale)) for work in works] - 1)
 
 
-def test_a_profile_is_priced_as_measured_and_linear_beyond() -> None:
-    prices = OnlineCostModel(PROFILE, max_tokens=600).prices(4, 10_000, 508)
-    points = [1, 8, 9, 16, 64, 512]
-    table = np.array([5e-3, 5e-3, 6e-3, 6e-3, 6e-3, 15e-3]) + 1e-5 * np.array(points)
-    expected = np.interp(np.arange(4, 513), points, table) + 10_000 * 1e-7
-    assert prices.step_s == pytest.approx(expected, rel=0.1)  # 8 and 9 are one point
-    assert prices.pass_s == pytest.approx(4e-4 + 4 * 5e-6)
-    table = PROFILE.table(1024)
-    assert table[1024] == pytest.approx(15e-3 + 512 * (15e-3 - 6e-3) / 448)
-    assert (np.diff(table) >= 0).all()
-    with pytest.raises(IndexError, match="max_tokens"):
-        OnlineCostModel(PROFILE, max_tokens=100).prices(90, 0, 11)
+@pytest.mark.parametrize("tokens", [4, 100, 250, 400])
+def test_a_profile_is_priced_as_it_says(tokens: int) -> None:
+    prices = StepCosts(PROFILE).prices(4, 10_000, 508)
+    work = decoding(4, 10_000, drafts=tokens - 4, depth=1)
+    draft_s, target_s, _ = PROFILE.step_s(work)
+    assert prices.step_s[tokens - 4] == pytest.approx(target_s, rel=1e-9)
+    assert prices.pass_s + (tokens - 4) * prices.ingest_s == pytest.approx(
+        PROFILE.draft_pass_s + (tokens - 4) * PROFILE.draft_token_s
+    )
+    assert draft_s == pytest.approx(4e-4 + (tokens - 4) * 5e-6) or tokens == 4
+
+
+def test_below_the_corner_tokens_cost_little_and_beyond_it_all_they_take() -> None:
+    step_s = StepCosts(CostProfile(6e-3, 2e-5, 8.0)).prices(1, 0, 2000).step_s
+    assert step_s[150] < 1.01 * step_s[0]
+    assert step_s[1500] - step_s[1000] == pytest.approx(500 * 2e-5, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "name"),
-    [
-        ("tokens", (1,), "tokens"),
-        ("tokens", (8, 4, 9, 16, 64, 512), "tokens"),
-        ("target_s", (1e-3, 2e-3), "target_s"),
-        ("target_s", (0.0, 1.0, 1.0, 1.0, 1.0, 1.0), "target_s"),
-        ("draft_pass_s", -1.0, "slopes"),
-        ("row_s", float("nan"), "slopes"),
-    ],
+    ("field", "value"),
+    [("base_s", 0.0), ("corner", 0.5), ("draft_pass_s", -1.0), ("token_s", float("nan"))],
 )
-def test_a_bad_profile_names_its_field(field: str, value: object, name: str) -> None:
-    with pytest.raises(FieldError, match=f"cost_profile.{name}"):
+def test_a_bad_profile_names_its_field(field: str, value: float) -> None:
+    with pytest.raises(FieldError, match=f"cost_profile.{field}"):
         msgspec.structs.replace(PROFILE, **{field: value})
 
 
@@ -79,7 +72,7 @@ def test_a_bad_profile_names_its_field(field: str, value: object, name: str) -> 
 def test_durations_correct_the_prices(profile: CostProfile | None) -> None:
     """Prices follow a machine that becomes half as fast, too. One step in fifty takes 40 times as
     long; it moves the prices little."""
-    rng, model = np.random.default_rng(0), OnlineCostModel(profile, max_tokens=600)
+    rng, model = np.random.default_rng(0), StepCosts(profile)
     if profile is not None:
         assert errors(model).max() > 0.1, "corrections are needed"
     worst = 0.0
@@ -90,47 +83,48 @@ def test_durations_correct_the_prices(profile: CostProfile | None) -> None:
             measured = StepSample(measured.work, *times_s)
         model.observe(measured)
         worst = max(worst, errors(model).max()) if step > 200 else worst
-    assert worst < 0.15 and errors(model).max() < 0.08
+    assert worst < 0.25 and errors(model).max() < 0.08
     for _ in range(250):
         model.observe(sample(rng, scale=2.0))
     assert errors(model, scale=2.0).max() < 0.1 < errors(model).max()
 
 
-def test_one_step_without_drafts_among_many_with_them_tells_what_they_cost() -> None:
-    """As every other step drafts the same number of tokens, only that step can separate the
-    costs."""
-    model, drafting, plain = OnlineCostModel(max_tokens=600), decoding(16, depth=4), decoding(16)
+@pytest.mark.parametrize("factor", [10.0, 0.1])
+def test_one_fast_or_slow_step_moves_a_price_little(factor: float) -> None:
+    model, rng = StepCosts(), np.random.default_rng(0)
     for _ in range(200):
-        model.observe(StepSample(drafting, 1e-3, 12e-3))
-    prices = model.prices(16, 0, 64)
-    assert prices.step_s[0] > 0.9 * prices.step_s[64], "nothing is known"
-    model.observe(StepSample(plain, 0.0, 4e-3))
-    for _ in range(200):
-        model.observe(StepSample(drafting, 1e-3, 12e-3))
-    prices = model.prices(16, 0, 64)
-    assert prices.step_s[0] / prices.step_s[64] == pytest.approx(1 / 3, rel=0.05)
-    assert prices.pass_s / prices.step_s[64] == pytest.approx(0.25 / 12, rel=0.05)
+        model.observe(sample(rng, noise=0.03))
+    before_s = model.prices(16, 5000, 64).step_s
+    work = decoding(16, 5000)
+    model.observe(StepSample(work, 0.0, factor * truth(work)[1]))
+    assert model.prices(16, 5000, 64).step_s == pytest.approx(before_s, rel=0.05)
 
 
-@pytest.mark.parametrize("first", ["stall", "fast"])
-def test_a_stall_is_forgotten_at_once_and_lifts_nothing(first: str) -> None:
-    """The first step of a kind took ten times as long. The next step of the same kind corrects the
-    price, and so do faster steps of more tokens."""
-    model = OnlineCostModel(max_tokens=600)
-    for step in range(3):
-        stalled = step == 0 and first == "stall"
-        model.observe(StepSample(decoding(16), 0.0, 40e-3 if stalled else 4e-3))
+def test_a_stall_of_the_first_step_is_forgotten() -> None:
+    model = StepCosts()
+    for step in range(8):
+        model.observe(StepSample(decoding(16), 0.0, 4e-3 if step else 40e-3))
     assert model.prices(16, 0, 64).step_s[0] == pytest.approx(4e-3, rel=0.2)
-    model = OnlineCostModel(max_tokens=600)
-    model.observe(StepSample(decoding(16), 0.0, 40e-3))
-    model.observe(StepSample(decoding(16, depth=4), 0.0, 5e-3))
-    step_s = model.prices(16, 0, 64).step_s
-    assert step_s[0] == pytest.approx(step_s[64]) and (np.diff(step_s) >= 0).all()
+
+
+def test_what_drafts_cost_is_not_the_cost_of_a_chunk() -> None:
+    """Passes of the drafter and its catch-up take longer than the rest of a step."""
+    chunks = []
+    for draft_s in (0.0, 1.0):
+        model, rng = StepCosts(), np.random.default_rng(0)
+        for _ in range(300):
+            mixed = prefilling(1, int(rng.integers(8, 200)))
+            mixed.rows, mixed.decode_rows, mixed.target_tokens = 5, 4, mixed.target_tokens + 4
+            if draft_s:
+                mixed.draft_depth, mixed.ingested_tokens = 1, 500
+            model.observe(StepSample(mixed, draft_s, truth(mixed)[1]))
+        seconds = model.with_chunks(StepWork.decoding(4, 0), np.array([50, 100]), 0)
+        chunks.append(seconds.tolist())
+    assert chunks[1] == pytest.approx(chunks[0], rel=0.01)
 
 
 def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
-    model = OnlineCostModel(max_tokens=600)
-    assert (model.prices(8, 3000, 32).step_s > 0).all(), "a price before anything is known"
+    model = StepCosts()
     work = decoding(8, 3000)
     for _ in range(50):
         model.observe(StepSample(work, *truth(work)))
@@ -142,7 +136,7 @@ def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
 def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
     """Thousands of equal steps do not move the slope. Steps without a measured duration are no
     evidence at all."""
-    model, rng = OnlineCostModel(PROFILE, max_tokens=600), np.random.default_rng(1)
+    model, rng = StepCosts(PROFILE), np.random.default_rng(1)
     before = model.prices(16, 5000, 64)
     for _ in range(50):
         model.observe(StepSample(decoding(16, 5000, depth=2), 0.0, 0.0))
@@ -156,11 +150,11 @@ def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
 
 def test_a_step_whose_rows_had_all_ended_teaches_nothing() -> None:
     """It was planned before the last tokens of its rows were known."""
-    profile = CostProfile((1, 64), (2e-3, 3e-3))
-    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=2), PolicyLimits(1, 64, profile))
+    limits = PolicyLimits(1, 64, StepCosts(PROFILE))
+    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=2), limits)
     policy.enter(0, None)
     policy.choose(RowsToPlan(slice(0, 1), np.full(1, 2, np.int32), 2))
     nothing, before = np.zeros(1, np.int32), policy.costs.prices(1, 0, 2).step_s
     policy.observe(DraftedRows(slice(0, 1), nothing, nothing, StepSample(StepWork(), 0.0, 1e-3)))
     assert policy.costs.prices(1, 0, 2).step_s.tolist() == before.tolist()
-    assert not policy.costs.is_measured(0)
+    assert not policy.costs.is_measured(drafts=False)

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cbatch.core.prices.cost_model import StepPrices
+from cbatch.core.prices.step_costs import StepPrices
 from cbatch.core.speculation.draft_allocation import LookaheadDecision, decide, weights
 
 CASES = 200

@@ -108,7 +108,8 @@ def test_a_catch_up_longer_than_the_budget_is_sliced():
 def prompt_steps(**settings: float) -> int:
     """Return the steps until a prompt is in KV, while another row's draft has a prompt to catch up
     with."""
-    config = make_config(lookahead="fixed:2", max_num_batched_tokens=32, num_blocks=256, **settings)
+    sizes = {"max_num_batched_tokens": 32, "num_blocks": 256, "prompt_share": 1.0}
+    config = make_config(lookahead="fixed:2", **(sizes | settings))
     world = World(config, acceptance=ModelledAcceptance(0.5))
     world.add(make_request("a", 100, max_tokens=20))
     while not world.shown.get("a"):

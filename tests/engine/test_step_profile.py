@@ -11,12 +11,14 @@ import pytest
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.engine.prices.startup import can_profile, profile_costs, shapes_for
+from cbatch.engine.prices.shapes import can_profile, shapes_for
+from cbatch.engine.prices.startup import profile_costs
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.system.cache import cached_result
 from sim.executor.acceptance import PositionAcceptance
 from sim.executor.fake import FakeExecutor
 from tests.checking.cost import LinearCost
+from tests.helpers import decoding, prefilling
 from tests.runtime.engines import RecordingExecutor, make_request, run_engine, tiny_model
 
 CONFIG = SchedulerConfig(
@@ -51,15 +53,17 @@ class Machine(FakeExecutor):
 @pytest.mark.parametrize("slots", [8, 64])
 def test_the_fit_finds_the_prices_of_a_known_machine(slots):
     config = msgspec.structs.replace(CONFIG, max_num_seqs=slots)
-    profile = profile_costs(Machine(), config, budget_s=0.5)
-    assert profile.row_s == pytest.approx(5e-5)
-    assert profile.context_token_s == pytest.approx(1e-6)
-    assert profile.draft_setup_s == pytest.approx(7e-4)
-    assert profile.draft_pass_s == pytest.approx(1e-3)
-    assert (profile.draft_token_s, profile.draft_ingest_s) == pytest.approx((2e-5, 2e-5))
-    table = profile.table(512)
-    for tokens in (1, 8, 100, 400):
-        assert table[tokens] == pytest.approx(5e-3 + 1e-4 * tokens)
+    machine = Machine()
+    profile = profile_costs(machine, config, budget_s=0.5)
+    assert profile.corner < 1.1
+    for rows, depth, context in ((1, 0, 64), (4, 0, 2000), (8, 3, 512), (3, 1, 192)):
+        work = decoding(rows, context, depth=depth)
+        draft_s, target_s, _ = profile.step_s(work)
+        expected = machine.step_s(work)
+        assert target_s == pytest.approx(expected[1], rel=0.05)
+        assert draft_s == pytest.approx(expected[0], rel=0.3, abs=1e-5)
+    mixed = prefilling(1, 400)
+    assert profile.step_s(mixed)[1] == pytest.approx(machine.step_s(mixed)[1], rel=0.03)
 
 
 def test_shapes_fit_slots_pool_and_context():
@@ -89,8 +93,8 @@ def test_a_profile_is_measured_and_leaves_no_state():
         target, num_blocks=256, block_size=4, max_num_seqs=8, drafter=DraftModel(draft)
     )
     profile = profile_costs(executor, config, budget_s=0.3)
-    assert profile.tokens[0] == 1 and 32 in profile.tokens
-    assert profile.draft_setup_s + profile.draft_pass_s + profile.draft_token_s > 0
+    assert profile.base_s > 0 and profile.token_s > 0
+    assert profile.draft_pass_s + profile.draft_token_s > 0
     requests = [make_request(f"r{i}", [3 * i + 1, 7, 11], max_tokens=20) for i in range(3)]
     run = run_engine(requests, target, draft, lookahead="fixed:3", executor=executor)
     assert run.outputs == run_engine(requests, target).outputs
@@ -100,7 +104,7 @@ def test_a_profile_is_cached_by_its_conditions(tmp_path, caplog):
     made: list[CostProfile] = []
 
     def measure() -> CostProfile:
-        made.append(CostProfile(tokens=(1, 2), target_s=(1.0, 1.5 + len(made))))
+        made.append(CostProfile(1.5 + len(made)))
         return made[-1]
 
     def cached(key: dict[str, str], folder: Path = tmp_path) -> CostProfile:
@@ -112,7 +116,7 @@ def test_a_profile_is_cached_by_its_conditions(tmp_path, caplog):
     assert cached(dict(reversed(key.items()))) == first
     assert cached({**key, "cpu": "y"}) != first and len(made) == 2
     for path in tmp_path.glob("*.json"):
-        path.write_text('{"tokens": [1')
+        path.write_text('{"base_s": [1')
     cached(key)
     assert len(made) == 3 and "measuring again" in caplog.text
     assert cached(key) == made[-1], "the broken file was replaced"

@@ -160,7 +160,7 @@ from cbatch.runtime.compiled import build
 
 build.SOURCE = Path(sys.argv[1])
 os.setuid(12345)
-made = CostProfile(tokens=(1, 2), target_s=(1.0, 2.0))
+made = CostProfile(base_s=1.0)
 assert build.library.__wrapped__().lanes() == 7
 assert cached_result("costs", {}, CostProfile, lambda: made) == made
 """

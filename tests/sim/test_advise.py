@@ -18,19 +18,18 @@ from bench.simulator.advice import CpuClock, Offered, compare, offer
 from cbatch.cli.main import main
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample, StepWork
-from cbatch.core.prices.terms import ProfiledCost
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import TextFinished
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
+from cbatch.core.scheduler.slot_counts import SlotCounts
 from cbatch.core.speculation.build import parse_lookahead
 from cbatch.demo import demo_head, demo_paths, demo_prompts, edit_prompts
 from cbatch.engine.build import load_core
 from cbatch.engine.core import EngineCore
 from cbatch.engine.options import EngineOptions
-from cbatch.engine.prices.meter import StepMeter
 from cbatch.rerun.drafters import Fates, Rerun, rerun
 from cbatch.rerun.models import DraftSizes
 from cbatch.rerun.prices import recorded_prices, with_drafter
@@ -56,15 +55,7 @@ OPTIONS = EngineOptions(
     lookahead="fixed:1", drafter=("model",), num_blocks=1, max_num_seqs=1, tokenizer="none"
 )
 PRICES = CostProfile(
-    tokens=(1, 8, 512),
-    target_s=(2e-3, 3e-3, 5e-2),
-    context_token_s=1e-7,
-    row_s=1e-4,
-    draft_setup_s=1e-4,
-    draft_pass_s=3e-4,
-    draft_token_s=1e-5,
-    draft_ingest_s=1e-5,
-    further={"verify_step_s": 2e-4, "host_step_s": 3e-4, "host_row_s": 2e-5},
+    2e-3, 1e-4, logit_s=5e-5, context_s=1e-7, draft_pass_s=3e-4, draft_token_s=1e-5, verify_s=2e-4
 )
 MODELS = {"model": str(TARGET), "draft": str(DRAFT), "options": {"tokenizer": "none"}}
 K = 8
@@ -110,16 +101,20 @@ class PricedExecutor:
     """A real executor whose results have the durations of `PRICES`."""
 
     def __init__(self, executor: TorchExecutor, max_num_seqs: int, speed: RecordedSpeed | None):
-        self._meter, self._speed, self._now_s = StepMeter(executor, max_num_seqs), speed, 0.0
-        self._cost, self.host_s = ProfiledCost(PRICES), 0.0
+        self._executor, self._counts = executor, SlotCounts(max_num_seqs)
+        self._speed, self._now_s = speed, 0.0
+        self._cost, self.host_s = PRICES, 0.0
 
     def idle(self, seconds: float) -> None:
-        self._meter.idle(seconds)
         self._now_s += seconds
 
     def run(self, plan: StepPlan) -> StepResult:
-        result = self._meter.run(plan)
-        parts_s, factor = self._cost.step_s(self._meter.last.work), 1.0
+        result, counts = self._executor.run(plan), self._counts
+        for admission in plan.deltas.new_sequences:
+            counts.admit(admission)
+        work = counts.work(plan, result.num_drafted)
+        counts.advance(plan, result.num_accepted, np.diff(result.row_splits))
+        parts_s, factor = self._cost.step_s(work), 1.0
         if self._speed is not None:
             end_s = self._speed.end_s(self._now_s, sum(parts_s))
             factor = (end_s - self._now_s) / sum(parts_s)
@@ -287,7 +282,7 @@ def test_prices_fitted_to_a_log_are_those_of_its_steps(tmp_path: Path, core: Eng
     recording = record(tmp_path / "log", core, "greedy", "fixed:2", "model")
     for start in (None, PRICES):
         prices = recorded_prices(recording.samples, start)
-        cost, true = ProfiledCost(prices), ProfiledCost(PRICES)
+        cost, true = prices, PRICES
         fitted_s, true_s = (
             np.array([sum(each.step_s(s.work)) for s in recording.samples]) for each in (cost, true)
         )
@@ -298,14 +293,14 @@ def test_prices_fitted_to_a_log_are_those_of_its_steps(tmp_path: Path, core: Eng
     slow = [StepSample(s.work, 3 * s.draft_s, s.target_s) for s in recording.samples if s.draft_s]
     other = with_drafter(prices, slow)
     drafting = next(s.work for s in recording.samples if s.work.draft_depth == 2)
-    ratio = ProfiledCost(other).step_s(drafting)[0] / cost.step_s(drafting)[0]
+    ratio = other.step_s(drafting)[0] / cost.step_s(drafting)[0]
     assert ratio == pytest.approx(3, rel=0.1)
 
 
 def test_a_recorded_step_takes_its_recorded_time_and_half_of_it_half_the_time() -> None:
     works = [StepWork(rows=n, decode_rows=n, target_tokens=n) for n in (1, 4, 2, 8)]
     spans = [(0.0, 0.01), (0.01, 0.5), (0.7, 0.71), (0.71, 0.71)]  # idle from 0.5 to 0.7
-    cost = ProfiledCost(PRICES)
+    cost = PRICES
     prices_s = [sum(cost.step_s(work)) for work in works]
     speed = RecordedSpeed(spans, [StepSample(work, 0.0, 0.0) for work in works], cost)
     for (start_s, end_s), price_s in zip(spans[:3], prices_s, strict=False):
@@ -323,7 +318,7 @@ def test_a_scenario_is_slow_when_the_recorded_machine_was(tmp_path: Path, core: 
         run(core, config, requests_for("greedy"), log, slow)
     recording = read_run(path)
     measured, world = recording.figures(), world_of(recording, core)
-    speed = RecordedSpeed(recording.spans, recording.samples, ProfiledCost(PRICES))
+    speed = RecordedSpeed(recording.spans, recording.samples, PRICES)
     settings = ScenarioSettings.of(world.config)
     row = world._replace(speed=speed).serve(settings)
     assert {name: row[name] for name in measured} == pytest.approx(measured, rel=1e-3)
@@ -387,7 +382,7 @@ def test_the_recorded_policy_keeps_its_parameters(core: EngineCore) -> None:
 @pytest.mark.parametrize("ended", ["stop string", "cancelled"])
 def test_the_machine_is_idle_after_the_last_request_was_ended(tmp_path: Path, ended: str) -> None:
     with StepRecorder(tmp_path / "log") as log:
-        world = World(log=log, cost=ProfiledCost(PRICES))
+        world = World(log=log, cost=PRICES)
         world.add(make_request("a", max_tokens=50))
         for _ in range(5):
             world.step()

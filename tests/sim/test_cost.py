@@ -270,8 +270,8 @@ def test_a_public_run_of_vllm_on_an_h100_is_predicted() -> None:
         (lambda: config(memory_efficiency=math.nan), "memory_efficiency"),
         (lambda: load_gpu("H1000"), "--gpu"),
         (lambda: load_shape("no-such-model"), "--model"),
-        (lambda: constant_cost(0), "cost_profile.target_s"),
-        (lambda: constant_cost(draft_pass_s=math.inf), "cost_profile.slopes"),
+        (lambda: constant_cost(0), "cost_profile.base_s"),
+        (lambda: constant_cost(draft_pass_s=math.inf), "cost_profile.draft_pass_s"),
     ],
 )
 def test_bad_values_name_their_field(make, field: str) -> None:

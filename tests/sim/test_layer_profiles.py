@@ -14,9 +14,9 @@ import pytest
 
 import sim.cost.layer_profiles
 from bench.simulator import against_vllm as simulator_vllm
-from sim.cost.curve import Curve
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
+from sim.cost.curve import Curve
 from sim.cost.layer_profiles import Grid, LayerProfile
 from tests.helpers import decoding, prefilling
 

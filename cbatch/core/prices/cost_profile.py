@@ -9,8 +9,6 @@ import msgspec
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 
-MAX_CORNER = 8.0
-
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Prices in seconds; serialisable. The duration of a step is T + s * pairs + drafting:

@@ -40,16 +40,16 @@ class RobustFit:
         """`common`: relative standard deviation of all prices together."""
         self.prices, self._max_spread = prices.astype(np.float64), spread.astype(np.float64)
         self._lowest, self._highest, self._is_seconds = lowest, highest, is_seconds
-        self._drifts, self.num_observed = drifts, 0
+        self._drifts, self._num_observed = drifts, 0
         moving = self.prices * is_seconds
         self._covariance = np.diag(spread**2) + common**2 * np.outer(moving, moving)
 
     def observe(self, seconds: float, expected_s: float, gradient: np.ndarray) -> None:
         """Observe a duration. `gradient` has the derivative of `expected_s` by each price."""
-        self.num_observed += 1
+        self._num_observed += 1
         share = gradient / max(expected_s, _MIN_S)
         gain = self._covariance @ share
-        first = _FIRST_NOISE / self.num_observed
+        first = _FIRST_NOISE / self._num_observed
         variance = float(share @ gain) + _NOISE**2 + first**2
         error = math.log(max(seconds, _MIN_S) / max(expected_s, _MIN_S))
         # A step that is far off says little: less than its error counts, and less is learned.
@@ -68,11 +68,12 @@ class RobustFit:
         bound, and the others change as they do with it."""
         within: np.ndarray = np.minimum(np.maximum(prices, self._lowest), self._highest)
         for i in (within != prices).nonzero()[0].tolist():
-            moved = self._covariance[:, i] * ((within[i] - prices[i]) / self._covariance[i, i])
-            prices = prices + moved
-        return np.minimum(np.maximum(prices, self._lowest), self._highest)
+            variance = max(self._covariance[i, i], _MIN_S**2)
+            prices = prices + self._covariance[:, i] * ((within[i] - prices[i]) / variance)
+        within = np.minimum(np.maximum(prices, self._lowest), self._highest)
+        return within
 
-    def variances(self, shares: np.ndarray) -> np.ndarray:
-        """Return the variance of the logarithm of durations with these shares, float64 [k, n]."""
-        variances: np.ndarray = np.add.reduce((shares @ self._covariance) * shares, axis=1)
-        return variances
+    def variance(self, shares: np.ndarray) -> float:
+        """Return the variance of the logarithm of a duration with these shares of prices, relative
+        to the prices, float64 [n]."""
+        return max(float(shares @ self._covariance @ shares), 0.0)

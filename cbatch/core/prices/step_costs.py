@@ -7,10 +7,12 @@ measured time, so that drafts never count as the cost of a chunk.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from msgspec import structs
 
-from cbatch.core.prices.cost_profile import MAX_CORNER, CostProfile
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.robust_fit import RobustFit
 from cbatch.core.prices.step_work import StepSample, StepWork
 
@@ -18,13 +20,13 @@ from cbatch.core.prices.step_work import StepSample, StepWork
 _UNKNOWN = CostProfile(
     1.0, 0.003, 1.5, 0.001, 2e-6, 5e-6, 0.02, 0.02, draft_pass_s=0.05, draft_token_s=0.001
 )
-_SPREAD = np.array([0.3, 0.06, 1.0, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
+_SPREAD = np.array([0.3, 0.06, 0.5, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
 _FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
 _PROFILED = 0.15  # how far prices of a profile may be off, relative
 _CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
 _LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
-_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, MAX_CORNER)
+_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, 8.0)  # a corner of 8 is sharp
 
 
 class StepPrices:
@@ -90,34 +92,28 @@ class StepCosts:
     def observe(self, sample: StepSample) -> None:
         """Learn from a measured step. A duration of 0 or less was not measured."""
         work = sample.work
-        seconds = sample.rest_s
-        if seconds > 0 and work.target_tokens:
+        if sample.rest_s > 0 and work.target_tokens:
             if not work.prefill_tokens:
                 self._num_observed[work.draft_tokens > 0] += 1
             self._first.append(sample)
             if self._target is None and len(self._first) == _FIRST_STEPS:
                 self._start(scaled(_UNKNOWN, _median_speed(self._first)), 1.0)
             if self._target is not None:
-                for each in self._first:
-                    expected_s, gradient = self._gradients(_features(each.work))
-                    self._target.observe(each.rest_s, float(expected_s[0]), gradient[0])
+                for first in self._first:
+                    self._target.observe(first.rest_s, *self.gradient(first.work))
                 self._first.clear()
         passes, tokens = work.draft_depth, work.draft_tokens + work.ingested_tokens
         if sample.draft_s > 0 and self._draft is not None and (passes or tokens):
             counts = np.array([passes, tokens], np.float64)
             self._draft.observe(sample.draft_s, float(self._draft.prices @ counts), counts)
 
-    def prices(
-        self, rows: int, context_tokens: int, max_drafts: int, chunk_tokens: int = 0
-    ) -> StepPrices:
+    def prices(self, rows: int, context_tokens: int, max_drafts: int) -> StepPrices:
         """Return the prices of steps with `rows` decoding rows and 0 to `max_drafts` drafts in
-        all. Beside a chunk, drafts cost what they add to that step."""
+        all."""
         assert self._draft is not None and self._target is not None
         tokens = rows + np.arange(max_drafts + 1.0)
         pairs = context_tokens / max(rows, 1) * tokens
-        step_s = self.seconds(tokens + chunk_tokens, tokens, context_tokens, pairs)
-        if chunk_tokens:
-            step_s += self.seconds(tokens[:1], tokens[0], context_tokens, pairs[0]) - step_s[0]
+        step_s = self.seconds(tokens, tokens, context_tokens, pairs)
         step_s[1:] += self._target.prices[7]
         return StepPrices(step_s, *self._draft.prices.tolist())
 
@@ -131,48 +127,55 @@ class StepCosts:
         """Return the seconds of steps without chunks and drafts, float64 [k]."""
         assert self._target is not None
         base_s, token_s, corner, logit_s, context_s, pair_s = self._target.prices[:6]
-        seconds: np.ndarray = (base_s**corner + (token_s * tokens) ** corner) ** (1 / corner)
-        return seconds + (logit_s * logits + context_s * context + pair_s * pairs)
+        corner_s = (base_s**corner + (token_s * tokens) ** corner) ** (1 / corner)
+        seconds: np.ndarray = corner_s + logit_s * logits + context_s * context + pair_s * pairs
+        return seconds
 
-    def with_chunks(
-        self, work: StepWork, sizes: np.ndarray, history: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def with_chunks(self, work: StepWork, sizes: np.ndarray, history: int) -> np.ndarray:
         """Return the seconds of the step `work` with chunks of these `sizes`, float64 [k], after
-        `history` tokens of the prompt, and their shares by price, [k, 8]."""
-        features = np.repeat(_features(work), len(sizes), axis=0)
-        features[:, 1] += sizes
-        features[:, 4] += history + sizes
-        features[:, 5] += sizes * (history + sizes / 2)
-        features[:, 6] = sizes > 0
-        seconds, gradients = self._gradients(features)
-        return seconds, gradients / seconds[:, None]
+        `history` tokens of the prompt."""
+        assert self._target is not None
+        context = work.context_tokens + history + sizes
+        pairs = work.pairs + sizes * (history + sizes / 2)
+        seconds = self.seconds(work.target_tokens + sizes, work.logit_tokens, context, pairs)
+        seconds += float(self._target.prices[6])
+        return seconds
+
+    def variance_of_ratio(self, work: StepWork, other: StepWork) -> float:
+        """Return the variance of the logarithm of the ratio of two durations."""
+        assert self._target is not None
+        (seconds, gradient), (others, other_gradient) = map(self.gradient, (work, other))
+        return self._target.variance(gradient / seconds - other_gradient / others)
 
     def draft_s(self, work: StepWork) -> float:
         """Return the seconds of the drafter's passes and catch-up."""
         assert self._draft is not None
-        pass_s, token_s = self._draft.prices.tolist()
-        drafted: float = token_s * (work.draft_tokens + work.ingested_tokens)
-        return drafted + pass_s * work.draft_depth
+        counts = work.draft_depth, work.draft_tokens + work.ingested_tokens
+        return float(self._draft.prices @ counts)
 
-    def variances(self, shares: np.ndarray) -> np.ndarray:
+    def gradient(self, work: StepWork) -> tuple[float, np.ndarray]:
+        """Return the seconds of a step without the drafter's, and their derivative by each price,
+        float64 [8]."""
         assert self._target is not None
-        return self._target.variances(shares)
-
-    def _gradients(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of steps, float64 [k], and their derivatives by price, [k, 8]."""
-        assert self._target is not None
-        prices, gradients = self._target.prices, features.copy()
-        base_s, tokens_s, corner = max(prices[0], 1e-12), prices[1] * features[:, 1], prices[_CORNER]
-        powers = (tokens_s / base_s) ** corner
-        corner_s = base_s * (1 + powers) ** (1 / corner)
-        share = powers / (1 + powers)  # of the tokens
-        gradients[:, 0] = (base_s / corner_s) ** (corner - 1)
-        gradients[:, 1] *= (tokens_s / corner_s) ** (corner - 1)
-        entropy = share * np.log(share + 1e-30) + (1 - share) * np.log(1 - share + 1e-30)
-        gradients[:, _CORNER] = corner_s * entropy / corner**2
-        features[:, _CORNER] = 0.0
-        seconds = corner_s + features[:, 3:] @ prices[3:]
-        return seconds, gradients
+        prices = self._target.prices
+        base_s, token_s, corner = prices[:3].tolist()
+        tokens = work.target_tokens
+        power = (token_s * tokens / base_s) ** corner
+        corner_s = base_s * (1 + power) ** (1 / corner)
+        share = power / (1 + power)  # of the tokens
+        entropy = (1 - share) * math.log(1 - share) + (share and share * math.log(share))
+        counts = (
+            (base_s / corner_s) ** (corner - 1),
+            tokens * (token_s * tokens / corner_s) ** (corner - 1),
+            corner_s * entropy / corner**2,
+            work.logit_tokens,
+            work.context_tokens,
+            work.pairs,
+            work.prefill_tokens > 0,
+            work.draft_tokens > 0,
+        )
+        gradient = np.array(counts, np.float64)
+        return corner_s + float(prices[3:] @ gradient[3:]), gradient
 
 
 def scaled(profile: CostProfile, factor: float) -> CostProfile:
@@ -184,12 +187,5 @@ def scaled(profile: CostProfile, factor: float) -> CostProfile:
 
 def _median_speed(samples: list[StepSample]) -> float:
     """Return the median duration relative to the prices of an unknown machine."""
-    ratios = sorted(each.rest_s / _UNKNOWN.step_s(each.work)[1] for each in samples)
+    ratios = sorted(s.rest_s / _UNKNOWN.step_s(s.work)[1] for s in samples)
     return ratios[len(ratios) // 2]
-
-
-def _features(work: StepWork) -> np.ndarray:
-    """Return the factor of each price of a step without the drafter's, float64 [1, 8]."""
-    chunks, drafts = work.prefill_tokens > 0, work.draft_tokens > 0
-    counts = work.target_tokens, 0, work.logit_tokens, work.context_tokens, work.pairs
-    return np.array([(1, *counts, chunks, drafts)], np.float64)

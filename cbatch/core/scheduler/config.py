@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.chunk_sizes import PROMPT_SHARE
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.errors import FieldError, too_long
 from cbatch.core.request.request import (
     DRAFTERS,

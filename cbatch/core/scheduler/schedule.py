@@ -254,12 +254,11 @@ def _prompt_budget(
         return budget
     known = state.table.num_tokens[batch.rows].astype(np.int64)
     work = StepWork.decoding(num_rows, int(np.add.reduce(known)))
+    work.draft_tokens, work.ingested_tokens = tokens.total_drafts, tokens.total_catch_up
     if tokens.total_drafts:
         work.decode_pairs = int(known @ tokens.query_lens)
         work.draft_depth = int(np.maximum.reduce(tokens.num_drafts))
-        work.draft_tokens = tokens.total_drafts
         work.target_tokens = work.logit_tokens = num_rows + tokens.total_drafts
-    work.ingested_tokens = tokens.total_catch_up
     history = state.table.kv_len(prompts[0].slot) if prompts else 0
     return min(budget, state.chunk_sizes.chunk(work, history, batch.itl_target_s))
 
@@ -345,8 +344,7 @@ def _build_plan(
 
 
 class DraftableRows:
-    """The decoding rows as a lookahead policy sees them: `policy.PlannedRows`. Slow properties are
-    computed when they are first read."""
+    """The decoding rows as a lookahead policy sees them (`policy.PlannedRows`), computed late."""
 
     def __init__(self, state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> None:
         self._state, self._batch, self._num_known = state, batch, num_known
@@ -376,14 +374,11 @@ class DraftableRows:
         """Most drafts and catch-up tokens of all rows together. While prompts wait, it is at most
         half of the step's budget, and leaves time for a chunk within the target gap."""
         state, target_s = self._state, self._batch.itl_target_s
-        budget = state.config.max_num_batched_tokens - self.num_rows
         has_prompts = bool(state.prefilling or state.waiting)
-        if has_prompts:
-            budget //= 2
+        budget = (state.config.max_num_batched_tokens - self.num_rows) >> has_prompts
         if target_s is not None:
-            context, chunks = self.context_tokens, state.chunk_sizes
-            work = StepWork.decoding(self.num_rows, context)
-            fitting = chunks.tokens_within(target_s, work, context // self.num_rows)
+            chunks, work = state.chunk_sizes, StepWork.decoding(self.num_rows, self.context_tokens)
+            fitting = chunks.tokens_within(target_s, work, work.context_tokens // self.num_rows)
             if has_prompts:
                 fitting -= chunks.chunk(work, 0, target_s)
             budget = max(min(budget, fitting), 0)
@@ -395,12 +390,9 @@ class DraftableRows:
 
     @cached_property
     def num_prompts(self) -> int:
-        state = self._state
-        return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self._state.chunk_sizes.last if self.num_prompts else 0
+        return len(self._state.prefilling) + min(
+            len(self._state.waiting), self._state.table.num_free
+        )
 
     @property
     def remaining_tokens(self) -> np.ndarray:

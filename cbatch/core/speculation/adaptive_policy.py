@@ -54,7 +54,7 @@ class AdaptivePolicy(EstimatingPolicy):
         self._decided_at = self._decide_at = 0  # steps of the last decision and of the next
         self._newcomers = 0  # rows that entered since the last decision
         self._experiment = range(0)  # steps of the latest experiment
-        self._beside_prompts = False  # whether prompts waited at the last decision
+        self._had_prompts = False  # whether prompts waited at the last decision
 
     @property
     def prior(self) -> tuple[float, float]:
@@ -69,7 +69,7 @@ class AdaptivePolicy(EstimatingPolicy):
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         self._steps += 1
         if self._steps not in self._experiment and (
-            self._steps >= self._decide_at or self._has_changed(step.num_rows, has_prompts=step.num_prompts > 0)
+            self._steps >= self._decide_at or self._has_changed(step)
         ):
             self._decide(step)
         if self._steps in self._experiment:
@@ -107,11 +107,11 @@ class AdaptivePolicy(EstimatingPolicy):
             return PolicyStats(self.drafting, None, None, None, totals)
         return PolicyStats(True, decision.threshold, decision.tokens_per_s, decision.gain, totals)
 
-    def _has_changed(self, num_rows: int, *, has_prompts: bool) -> bool:
+    def _has_changed(self, step: PlannedRows) -> bool:
         """Return whether a quarter of the batch has entered or left since the last decision, or
         prompts have come or are computed."""
-        previous = len(self.decision.num_drafts)
-        if self.drafting and has_prompts != self._beside_prompts:
+        previous, num_rows = len(self.decision.num_drafts), step.num_rows
+        if self.drafting and (step.num_prompts > 0) != self._had_prompts:
             return True
         if abs(num_rows - previous) > max(previous // 4, 1):
             return True
@@ -131,7 +131,7 @@ class AdaptivePolicy(EstimatingPolicy):
     def _decide(self, step: PlannedRows) -> None:
         self._drift()
         self._decided_at, self._newcomers = self._steps, 0
-        self._beside_prompts = step.num_prompts > 0
+        self._had_prompts = step.num_prompts > 0
         self._decide_at = self._steps + SOON_STEPS
         depth = int(np.maximum.reduce(step.max_drafts, initial=0))
         max_total = min(step.budget_tokens, depth * step.num_rows)
@@ -139,11 +139,9 @@ class AdaptivePolicy(EstimatingPolicy):
             self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
             self._num_drafts[step.rows] = 0
             return
-        prices = self.costs.prices(
-            step.num_rows, step.context_tokens, max_total, step.chunk_tokens
-        )
+        prices = self.costs.prices(step.num_rows, step.context_tokens, max_total)
         decision, was_drafting = self._best(step, prices, depth), self.drafting
-        if not (was_drafting and self._beside_prompts):  # else drafts only pause
+        if not (was_drafting and self._had_prompts):  # else drafts only pause
             self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
         self.decision = decision
         self._num_drafts[step.rows] = decision.num_drafts if self.drafting else 0
@@ -185,9 +183,7 @@ class AdaptivePolicy(EstimatingPolicy):
             drafts = np.arange(len(step_s))
             step_s, values = np.interp(delivered * drafts, drafts, step_s), delivered * values
         prices = StepPrices(step_s, prices.pass_s)
-        return decide(
-            values, step.max_drafts, prices, self.decision, num_waiting=step.num_prompts
-        )
+        return decide(values, step.max_drafts, prices, self.decision, num_waiting=step.num_prompts)
 
     def _plan_experiment(self, step: PlannedRows, prices: StepPrices) -> None:
         """Begin an experiment if one is due, or else set the step of the next decision."""
@@ -202,7 +198,9 @@ class AdaptivePolicy(EstimatingPolicy):
         loss = max(loss, _MIN_LOSS)
         length = int(max(MAX_EXPERIMENT_STEPS * _MIN_LOSS / loss, MIN_EXPERIMENT_STEPS))
         wait = int(length * loss / share)
-        if self.drafting and not self.costs.is_measured(drafts=False):  # the expected loss is a guess
+        if self.drafting and not self.costs.is_measured(
+            drafts=False
+        ):  # the expected loss is a guess
             wait = min(wait, 2 * DECISION_STEPS)
         # After a change of mode, the steps between decisions grow; after an experiment they do not.
         since, due = self._steps - self._experiment.stop, self._experiment.stop + wait

@@ -49,10 +49,6 @@ class PlannedRows(Protocol):
         """Requests whose prompts are computed or could be: they wait while rows draft."""
 
     @property
-    def chunk_tokens(self) -> int:
-        """Prompt tokens of the last step with prompts; 0 if none waits."""
-
-    @property
     def remaining_tokens(self) -> np.ndarray:
         """Tokens that each row may still draft, int32 [rows]."""
 

@@ -1,8 +1,4 @@
-"""Prices for the lookahead policy, measured before the first request and cached on disk.
-
-Steps of chosen shapes run through the real executor, so that drafting, the forward pass and the
-verification are all timed. Their sequences are synthetic and need no prefill.
-"""
+"""Prices of steps, measured before the first request and cached on disk."""
 
 from __future__ import annotations
 
@@ -10,69 +6,23 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from cbatch.core.prices.cost_profile import CostProfile
-from cbatch.core.prices.step_work import StepSample
-from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import Executor
-from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
-from cbatch.core.scheduler.state import NO_DELTAS
 from cbatch.core.speculation.build import policy_class
 from cbatch.engine.prices.fit import fit_profile
-from cbatch.engine.prices.meter import StepMeter
+from cbatch.engine.prices.shapes import StepRunner, can_profile, shapes_for
 from cbatch.runtime.backend import LoadedModels
 from cbatch.system.cache import cached_result
 
 _PROBE_VERSION = 1  # of the test for batch invariance; results of another are not used
 VERSION = 5  # version of measurement and fit; cached prices of another version are measured again
-CONTEXT_TOKENS = 64  # length of a row, drafts not included
-LONG_CONTEXT_TOKENS = 512  # length of a row in shapes for the price of a context token
-DRAFTS = 3  # drafts per row, in shapes that verify
-_DRAFTS_AND_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # for the price of a draft pass
-MAX_PROFILED_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DRAFTS_AND_ROWS))  # of a row
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_CHUNKS = (32, 128, 512)  # tokens of prefill chunks
-_CATCH_UPS_AND_ROWS = ((63, 1), (63, 4))  # (tokens that the drafter has not seen, rows)
-_PERIOD_TOKENS = 16  # period of the repeated text for lookups
-# Number of equal steps, the last of which is measured: a small model's first steps take up to a
-# third longer, while caches and branch predictors are cold. After `_SETTLING_S` seconds of steps no
-# further step runs, because in longer steps the difference is small.
-_EQUAL_STEPS = 5
-_SETTLING_S = 0.01
-_MAX_ROUNDS = 15  # after the warm-up round
 # Seconds for all measurements (default: 3), and the folder that caches their results. Tests set
 # both, since costs that are measured while other tests run are not for a user's engines.
 _SECONDS, _FOLDER = "CBATCH_PROFILE_SECONDS", "CBATCH_COSTS"
-
-
-class StepShape(NamedTuple):
-    """A step of `rows` equal sequences, each of which computes `query_len` tokens, drafts
-    included."""
-
-    rows: int
-    query_len: int = 1
-    num_drafts: int = 0
-    context_tokens: int = CONTEXT_TOKENS
-    catch_up: int = 0  # tokens per row that the draft model has not seen
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.query_len
-
-    @property
-    def repeats(self) -> bool:
-        """True if an equal step can follow: all rows decode, and no drafter has to catch up."""
-        return not self.catch_up and self.query_len == 1 + self.num_drafts
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum length of a row: after `_EQUAL_STEPS` steps that accept all drafts, plus 1."""
-        return self.context_tokens + _EQUAL_STEPS * (1 + self.num_drafts) + 1
 
 
 def with_prices(
@@ -153,153 +103,6 @@ def profile_costs(
     Resets the executor. Without a drafter (`config.default_chain`) prices of drafting are 0."""
     if budget_s is None:
         budget_s = float(os.environ.get(_SECONDS, 3.0))
-    samples = _StepRunner(executor, config).measure(shapes_for(config), budget_s)
+    samples = StepRunner(executor, config).measure(shapes_for(config), budget_s)
     executor.reset()
     return fit_profile(samples)
-
-
-def can_profile(config: SchedulerConfig) -> bool:
-    """Return whether shapes of two sizes in tokens fit. With a context below 70 they do not."""
-    return len({shape.tokens for shape in shapes_for(config) if not shape.catch_up}) > 1
-
-
-def shapes_for(config: SchedulerConfig) -> list[StepShape]:
-    """Return shapes that decode, verify and prefill, and fit slots, context, budget and pool.
-
-    Equal numbers of tokens in different numbers of rows determine the price of a row. Longer
-    contexts determine the price of a context token. Chunks determine the price of logits, because
-    only the last token of a chunk needs logits.
-    """
-    drafts = DRAFTS if config.default_chain else 0
-    candidates = [StepShape(rows) for rows in _ROWS]
-    candidates += [StepShape(rows, 1 + DRAFTS, drafts) for rows in _ROWS]
-    if drafts:
-        candidates += [StepShape(rows, 1 + k, k) for k, rows in _DRAFTS_AND_ROWS]
-    if drafts and not _drafts_by_lookup(config):
-        candidates += [StepShape(rows, 2, 1, catch_up=count) for count, rows in _CATCH_UPS_AND_ROWS]
-    added_tokens = StepShape(1, 1 + DRAFTS, DRAFTS, context_tokens=0).max_tokens
-    long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - added_tokens)
-    if long_tokens >= 2 * CONTEXT_TOKENS:
-        candidates += [StepShape(rows, context_tokens=long_tokens) for rows in (1, 8)]
-        candidates += [StepShape(rows, 1 + DRAFTS, drafts, long_tokens) for rows in (1, 8)]
-    candidates += [StepShape(1, chunk, context_tokens=chunk) for chunk in _CHUNKS]
-    return [shape for shape in candidates if _fits(shape, config)]
-
-
-def _drafts_by_lookup(config: SchedulerConfig) -> bool:
-    return bool(config.default_chain) and config.default_chain[0] != MODEL
-
-
-def _fits(shape: StepShape, config: SchedulerConfig) -> bool:
-    needed_tokens = shape.max_tokens
-    blocks = shape.rows * -(-needed_tokens // config.block_size)
-    return (
-        shape.rows <= config.max_num_seqs
-        and shape.tokens + shape.rows * shape.catch_up <= config.max_num_batched_tokens
-        and needed_tokens <= config.max_sequence_tokens
-        and blocks <= config.num_blocks
-    )
-
-
-class _StepRunner:
-    """Runs and measures synthetic steps. The first step of a shape admits its rows, which takes a
-    third of a small model's step, so a later step is measured if equal steps can follow."""
-
-    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
-        self._meter, self._config = StepMeter(executor, config.max_num_seqs), config
-        self._drafts_by_lookup = _drafts_by_lookup(config)
-        self._steps, self._spent_s = 0, 0.0
-
-    def measure(self, shapes: list[StepShape], budget_s: float) -> list[StepSample]:
-        """Return the median sample of each shape over several rounds.
-
-        A round measures all shapes, so that a second in which the machine is slow affects all of
-        them. The first round is warm-up, unless it spends the whole budget. A shape that has spent
-        its share of the budget is skipped from the third round on.
-        """
-        share_s = budget_s / len(shapes)
-        samples: dict[StepShape, list[StepSample]] = {shape: [] for shape in shapes}
-        spent_s = dict.fromkeys(shapes, 0.0)
-        for number in range(1 + _MAX_ROUNDS):
-            for shape, measured in samples.items():
-                expected_s = spent_s[shape] / max(number, 1)
-                needed = number == 0 or (number == 1 and self._spent_s <= budget_s)
-                if needed or spent_s[shape] + expected_s <= share_s:
-                    before_s = self._spent_s
-                    measured.append(self._run_shape(shape))
-                    spent_s[shape] += self._spent_s - before_s
-        return [_median(measured[1:] or measured) for measured in samples.values()]
-
-    def _run_shape(self, shape: StepShape) -> StepSample:
-        """Run up to `_EQUAL_STEPS` steps of a shape, and return the sample of the last step."""
-        generation = self._steps + 1
-        admitted = tuple(self._new_sequence(shape, slot, generation) for slot in range(shape.rows))
-        lag = np.full(shape.rows, shape.catch_up, dtype=np.int32)
-        result = self._step(shape, generation, lag, admitted)
-        settled_s = self._spent_s + _SETTLING_S
-        # A lookup reads the whole sequence in its first step: only this step has its full cost.
-        reads = self._drafts_by_lookup and shape.num_drafts > 0
-        for _ in range(1, _EQUAL_STEPS if shape.repeats and not reads else 1):
-            if self._spent_s >= settled_s:
-                break
-            # After a full acceptance a draft model has not seen the last draft.
-            if shape.num_drafts:
-                lag = (result.num_accepted == shape.num_drafts).astype(np.int32)
-            result = self._step(shape, generation, lag, ())
-        sample = self._meter.last
-        sample.work.ingested_tokens += reads * shape.rows * shape.context_tokens
-        # A row catches up in the step that admits it, so that only the drafter's time is valid.
-        return msgspec.structs.replace(sample, target_s=0.0) if shape.catch_up else sample
-
-    def _step(
-        self, shape: StepShape, generation: int, lag: np.ndarray, admitted: tuple[NewSequence, ...]
-    ) -> StepResult:
-        self._steps += 1
-        ones = np.ones(shape.rows, dtype=np.int32)
-        plan = StepPlan(
-            step_id=self._steps,
-            slots=np.arange(shape.rows, dtype=np.int32),
-            generations=ones * generation,
-            query_lens=ones * shape.query_len,
-            num_drafts=ones * shape.num_drafts,
-            catch_up=lag,
-            wants_logits=np.ones(shape.rows, dtype=np.bool_),
-            deltas=msgspec.structs.replace(NO_DELTAS, reset=bool(admitted), new_sequences=admitted),
-        )
-        result = self._meter.run(plan)
-        self._spent_s += result.target_s + result.draft_s
-        return result
-
-    def _new_sequence(self, shape: StepShape, slot: int, generation: int) -> NewSequence:
-        num_tokens, max_tokens = shape.context_tokens, shape.max_tokens
-        kv_len = num_tokens - shape.query_len + shape.num_drafts
-        num_blocks = -(-max_tokens // self._config.block_size)
-        return NewSequence(
-            slot=slot,
-            generation=generation,
-            request_id=f"profile-{generation}-{slot}",
-            seed=0,
-            choice=0,
-            params=SamplingParams(temperature=0.0, max_tokens=max_tokens - num_tokens),
-            stop_ids=(),
-            tokens=self._tokens(slot, num_tokens),
-            num_prompt_tokens=num_tokens,
-            max_total_tokens=max_tokens,
-            kv_len_tokens=kv_len,
-            draft_kv_len_tokens=kv_len - shape.catch_up,
-            blocks=np.arange(slot * num_blocks, (slot + 1) * num_blocks, dtype=np.int32),
-        )
-
-    def _tokens(self, slot: int, count: int) -> np.ndarray:
-        """Return synthetic tokens, int32 [count]. If only lookups draft, the tokens repeat, so that
-        lookups have matches. With a draft model they do not repeat: the draft model, the most
-        expensive drafter, then drafts."""
-        rng = np.random.default_rng(slot)
-        distinct = count if MODEL in self._config.default_chain else min(count, _PERIOD_TOKENS)
-        tokens = rng.integers(0, self._config.vocab_size, distinct, dtype=np.int32)
-        return np.resize(tokens, count)
-
-
-def _median(samples: list[StepSample]) -> StepSample:
-    draft_s, target_s = np.median([(s.draft_s, s.target_s) for s in samples], axis=0).tolist()
-    return StepSample(samples[-1].work, draft_s, target_s)
