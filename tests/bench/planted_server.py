@@ -83,9 +83,9 @@ class PlantedServer:
                         length = int(header.split(b":")[1])
                 raw = await reader.readexactly(length)
                 task = asyncio.create_task(self._answer(path, raw, writer))
-                gone = asyncio.create_task(self._left(writer))
-                await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-                gone.cancel()
+                departure = asyncio.create_task(self._left(writer))
+                await asyncio.wait([task, departure], return_when=asyncio.FIRST_COMPLETED)
+                departure.cancel()
                 if not task.done() and "cancel" not in self.faults:
                     task.cancel()
                 await task

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from bench.load.check.run import Check, Trial
+from bench.load.check.run import Check, CheckTrial
 from bench.load.check.server import Answer, Body, NotSupportedError
 
 MAX_TOKENS = 40
 EMOJI = "\U0001f600\U0001f389\U0001f680\u2615\U0001f44d\U0001f3fd\u00e9\u6f22\u5b57"
 
 
-def _body(trial: Trial, **fields: object) -> Body:
+def _body(trial: CheckTrial, **fields: object) -> Body:
     """Return a greedy request of plain text."""
     common = {"prompt": trial.server.prompt(trial.rng), "temperature": 0.0}
     return common | {"max_tokens": MAX_TOKENS} | fields
 
 
-async def _usage(trial: Trial) -> None:
+async def _usage(trial: CheckTrial) -> None:
     """Compare the usage with the tokens of the answer, and `max_tokens` with both."""
     body = _body(trial, logprobs=1, max_tokens=trial.rng.randrange(2, MAX_TOKENS))
     whole = await trial.server.require(body, "log probabilities", streamed=False)
@@ -39,7 +39,7 @@ async def _usage(trial: Trial) -> None:
             trial.found(f"{way}: finish reason {ended!r}", body)
 
 
-async def _single_token(trial: Trial) -> None:
+async def _single_token(trial: CheckTrial) -> None:
     body = _body(trial, max_tokens=1)
     for streamed in (False, True):
         answer = await trial.server.require(body, "max_tokens 1", streamed=streamed)
@@ -47,7 +47,7 @@ async def _single_token(trial: Trial) -> None:
             trial.found(f"{answer.usage['completion_tokens']} tokens for max_tokens 1", body)
 
 
-async def _choices(trial: Trial) -> None:
+async def _choices(trial: CheckTrial) -> None:
     """Ask for three choices: each is whole, and usage counts all."""
     body = _body(trial, n=3, temperature=0.8, seed=trial.seed, logprobs=1)
     answer = await trial.server.require(body, "n = 3")
@@ -60,7 +60,7 @@ async def _choices(trial: Trial) -> None:
         trial.found(f"usage {counted}, but three choices have {tokens} tokens", body)
 
 
-async def _stops(trial: Trial) -> None:
+async def _stops(trial: CheckTrial) -> None:
     """Stop at a piece of the answer that crosses the border of two events."""
     plain = _body(trial)
     before = await trial.server.alone(plain)
@@ -84,7 +84,7 @@ async def _stops(trial: Trial) -> None:
             trial.found(f"{way}: finish reason {answer.first.finish_reason!r} at a stop", body)
 
 
-async def _logprobs(trial: Trial) -> None:
+async def _logprobs(trial: CheckTrial) -> None:
     """Check that tokens join to the text, and that the sampled one is among the likeliest."""
     body = _body(trial, logprobs=3)
     answer = await trial.server.require(body, "log probabilities", streamed=False)
@@ -101,7 +101,7 @@ async def _logprobs(trial: Trial) -> None:
             return
 
 
-async def _pieces(trial: Trial) -> None:
+async def _pieces(trial: CheckTrial) -> None:
     """Compare the streamed text with the whole; characters of several tokens must not be split."""
     chat: Body = {"messages": [{"role": "user", "content": f"Repeat: {EMOJI} {EMOJI}"}]}
     chat |= {"temperature": 0.0, "max_tokens": MAX_TOKENS}
@@ -114,7 +114,7 @@ async def _pieces(trial: Trial) -> None:
         _compare_pieces(trial, body, whole, await trial.server.ask(body))
 
 
-def _compare_pieces(trial: Trial, body: Body, whole: Answer, streamed: Answer) -> None:
+def _compare_pieces(trial: CheckTrial, body: Body, whole: Answer, streamed: Answer) -> None:
     text = whole.first.text + whole.first.reasoning
     joined = "".join(piece for _, piece in streamed.pieces)
     if not streamed.is_utf8 or any("\udc00" > c >= "\ud800" for c in joined):

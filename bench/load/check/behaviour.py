@@ -8,7 +8,7 @@ import statistics
 import time
 
 from bench.load.check.equality import LONG_PROMPT_TOKENS, require_equal
-from bench.load.check.run import Check, Trial
+from bench.load.check.run import Check, CheckTrial
 from bench.load.check.server import Body, NotSupportedError
 
 MAX_PAUSE_S, MAX_PAUSE_RATIO = 1.0, 10.0  # a longer pause is one if it exceeds both
@@ -26,7 +26,7 @@ BAD: dict[str, object] = {
 }
 
 
-async def _pause(trial: Trial) -> None:
+async def _pause(trial: CheckTrial) -> None:
     """Read a stream while another client's long prompt is processed."""
     server = trial.server
     body: Body = {"prompt": server.prompt(trial.rng), "temperature": 0.0, "ignore_eos": True}
@@ -51,10 +51,10 @@ async def _pause(trial: Trial) -> None:
     longest_s = max(during, default=0.0)
     trial.seen = f"longest pause {longest_s:.2f} s, usually {usual_s:.3f} s"
     if longest_s > max(MAX_PAUSE_S, MAX_PAUSE_RATIO * usual_s):
-        trial.found(f"a stream stood still for {longest_s:.2f} s (usually {usual_s:.3f} s)", body)
+        trial.found(f"a stream paused for {longest_s:.2f} s (usually {usual_s:.3f} s)", body)
 
 
-async def _cancel(trial: Trial) -> None:
+async def _cancel(trial: CheckTrial) -> None:
     """Leave long answers: then a short one comes as fast as a while later. A machine that is slow
     for a moment is not a finding, so both of two attempts must be late."""
     server = trial.server
@@ -78,7 +78,7 @@ async def _cancel(trial: Trial) -> None:
         trial.found(f"an answer came {min(late_s):.1f} s late after {STORM} clients left", body)
 
 
-async def _slow_reader(trial: Trial) -> None:
+async def _slow_reader(trial: CheckTrial) -> None:
     """Let a client not read its stream for a while: others go on, and it gets the whole text."""
     server, endpoint = trial.server, trial.server.client.endpoint
     body: Body = {"prompt": server.prompt(trial.rng), "temperature": 0.0, "max_tokens": 48}
@@ -105,7 +105,7 @@ async def _slow_reader(trial: Trial) -> None:
         trial.found(f"a slow reader got {text[-40:]!r}, not {before.first.text[-40:]!r}", body)
 
 
-async def _bad_fields(trial: Trial) -> None:
+async def _bad_fields(trial: CheckTrial) -> None:
     """Send a bad value in each field: the answer is a 4xx that names the field."""
     for name, value in BAD.items():
         body: Body = {"prompt": "a", "max_tokens": 1} | {name: value}
@@ -119,7 +119,7 @@ async def _bad_fields(trial: Trial) -> None:
             trial.found(f"{shown} without the field's name: {answer.error[:120]}", body)
 
 
-async def _after_leaving(trial: Trial) -> None:
+async def _after_leaving(trial: CheckTrial) -> None:
     """Leave in the middle of requests; then answers are as before."""
     server, endpoint = trial.server, trial.server.client.endpoint
     body: Body = {"prompt": server.prompt(trial.rng), "temperature": 0.0, "max_tokens": 24}

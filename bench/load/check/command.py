@@ -15,7 +15,7 @@ from rich.table import Table
 
 from bench.load.check import accounting, behaviour, distribution, equality, structure
 from bench.load.check.run import FOUND, Check, Result, run_check
-from bench.load.check.server import Server
+from bench.load.check.server import CheckedServer
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.processes import event_loop_runner
 from bench.load.run.sweep import find_model
@@ -79,7 +79,7 @@ async def _run(args: argparse.Namespace) -> list[Result]:
     checks = [CHECKS[name] for name in args.only or CHECKS]
     key, urls = args.api_key or os.environ.get("CBATCH_API_KEY"), [args.url, args.against]
     clients = [HttpClient(Endpoint.of(u), key=key, timeout_s=args.timeout) for u in urls if u]
-    servers = [Server(each, key, args.model or await find_model(each)) for each in clients]
+    servers = [CheckedServer(each, key, args.model or await find_model(each)) for each in clients]
     seconds, results = args.minutes * 60 / sum(each.share for each in checks), []
     for at, check in enumerate(checks, 1):
         print(f"{at}/{len(checks)} {check.name}", file=sys.stderr, flush=True)
@@ -103,13 +103,13 @@ def _print(args: argparse.Namespace, results: list[Result]) -> None:
     console, table = TextConsole(), Table(title=f"Checks of {args.url}", title_justify="left")
     for name in ("check", "state", "trials", "what", "seen"):
         table.add_column(name)
-    for each in results:
-        table.add_row(each.name, each.state, str(each.trials), each.what, each.seen[:80])
+    for result in results:
+        table.add_row(result.name, result.state, str(result.trials), result.what, result.seen[:80])
     console.print(table)
-    for each in results:
-        for finding in each.findings:
-            console.print(f"{each.name}: {finding.problem}", markup=False)
-            console.print(f"    again: --only {each.name} --seed {finding.seed}", markup=False)
+    for result in results:
+        for finding in result.findings:
+            console.print(f"{result.name}: {finding.problem}", markup=False)
+            console.print(f"    again: --only {result.name} --seed {finding.seed}", markup=False)
             if finding.request is not None:
                 console.print(f"    request: {json.dumps(finding.request)[:400]}", markup=False)
 
@@ -117,9 +117,9 @@ def _print(args: argparse.Namespace, results: list[Result]) -> None:
 def _page(url: str, results: list[Result]) -> str:
     """Return an HTML page with the results and their evidence."""
     rows = []
-    for each in results:
-        evidence = [f"{f.problem} (--only {each.name} --seed {f.seed})" for f in each.findings]
-        cells = (each.name, each.state, each.what, "\n".join([each.seen, *evidence]))
+    for result in results:
+        evidence = [f"{f.problem} (--only {result.name} --seed {f.seed})" for f in result.findings]
+        cells = (result.name, result.state, result.what, "\n".join([result.seen, *evidence]))
         rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     style = resources.files("sim.report.page").joinpath("page.css").read_text(encoding="utf-8")
     style += "td { padding: 0.3rem 0.8rem; vertical-align: top; white-space: pre-wrap; }"

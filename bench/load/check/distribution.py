@@ -15,8 +15,8 @@ import random
 from collections import Counter
 from functools import partial
 
-from bench.load.check.run import Check, Trial
-from bench.load.check.server import Body, Choice, NotSupportedError
+from bench.load.check.run import Check, CheckTrial
+from bench.load.check.server import Body, CheckedChoice, NotSupportedError
 
 CLASSES = 20
 MAX_CHI_SQUARE = 65.53  # of 19 degrees of freedom, exceeded with probability 5e-7
@@ -38,7 +38,7 @@ BIAS = 1.0
 
 
 class Sums:
-    """What the samples of a run add up to."""
+    """Sums over the samples of a check."""
 
     def __init__(self) -> None:
         self.counts, self.samples = [0] * CLASSES, 0
@@ -121,7 +121,7 @@ def _close(one: float, other: float) -> bool:
     return abs(one - other) <= MAX_RATIO * max(one, other)
 
 
-async def _sample(trial: Trial, name: str) -> None:
+async def _sample(trial: CheckTrial, name: str) -> None:
     """Sample answers and test all samples of the check so far."""
     fields, biased, server = FILTERS[name], None, trial.server
     if name == "bias":
@@ -157,7 +157,12 @@ async def _sample(trial: Trial, name: str) -> None:
 
 
 def _add(
-    sums: Sums, choice: Choice, tops: int, fields: Body, biased: str | None, rng: random.Random
+    sums: Sums,
+    choice: CheckedChoice,
+    tops: int,
+    fields: Body,
+    biased: str | None,
+    rng: random.Random,
 ) -> str | None:
     """Add the tokens of a choice. Describe a token that a filter should have removed."""
     seen: Counter[str] = Counter()
@@ -175,7 +180,7 @@ def _add(
     return None
 
 
-def _nearly_equal(one: Choice, other: Choice) -> bool:
+def _nearly_equal(one: CheckedChoice, other: CheckedChoice) -> bool:
     """Return whether two first positions report the same probabilities."""
     if not one.tops or not other.tops or one.tops[0].keys() != other.tops[0].keys():
         return False

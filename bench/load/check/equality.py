@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from bench.load.check.run import Check, Trial
-from bench.load.check.server import BUSY, Answer, Body, NotSupportedError, Server
+from bench.load.check.run import Check, CheckTrial
+from bench.load.check.server import BUSY, Answer, Body, CheckedServer, NotSupportedError
 
 NEAR_TIE_NATS = 0.1  # smaller gaps of log probabilities are rounding of 16-bit logits
 MAX_TOKENS = 48
 LONG_PROMPT_TOKENS = 1500
 
 
-def _requests(trial: Trial) -> list[Body]:
+def _requests(trial: CheckTrial) -> list[Body]:
     """Return greedy and seeded requests."""
     common = {"max_tokens": MAX_TOKENS, "logprobs": 5}
     greedy = [common | {"prompt": trial.server.prompt(trial.rng), "temperature": 0.0} for _ in "ab"]
@@ -23,28 +23,28 @@ def _requests(trial: Trial) -> list[Body]:
 
 
 async def _equal(
-    trial: Trial,
+    trial: CheckTrial,
     *,
     load: int = 0,
     prompt_tokens: int = 24,
     cancels: int = 0,
     one_by_one: bool = False,
-    on: Server | None = None,
+    on: CheckedServer | None = None,
     fields: Body | None = None,
 ) -> None:
-    """Compare answers with those alone: beside `load` requests with prompts of `prompt_tokens`,
+    """Compare answers with those alone: among `load` requests with prompts of `prompt_tokens`,
     after `cancels` left answers, on another server, with further fields."""
     requests, server = _requests(trial), on or trial.server
     alone = [await trial.server.alone(each) for each in requests]
     await trial.server.cancel_storm(cancels, trial.rng)
     async with trial.server.load(load, trial.rng, prompt_tokens=prompt_tokens):
-        asked = [server.ask(each | (fields or {})) for each in reversed(requests)]
-        answers = [await each for each in asked] if one_by_one else await asyncio.gather(*asked)
+        calls = [server.ask(each | (fields or {})) for each in reversed(requests)]
+        answers = [await each for each in calls] if one_by_one else await asyncio.gather(*calls)
     require_equal(trial, requests, alone, answers[::-1])
 
 
 def require_equal(
-    trial: Trial, requests: Sequence[Body], alone: Sequence[Answer], answers: Sequence[Answer]
+    trial: CheckTrial, requests: Sequence[Body], alone: Sequence[Answer], answers: Sequence[Answer]
 ) -> None:
     """Report each answer that differs from the one alone. A full server's refusal is no answer."""
     for request, before, after in zip(requests, alone, answers, strict=True):
@@ -79,7 +79,7 @@ def describe_difference(before: Answer, after: Answer, is_greedy: bool) -> tuple
     return text, False
 
 
-async def _without_speculation(trial: Trial) -> None:
+async def _without_speculation(trial: CheckTrial) -> None:
     body: Body = {"prompt": "a", "max_tokens": 1}
     await trial.server.require(body | {"max_lookahead": 0}, "max_lookahead")
     if (await trial.server.ask(body | {"max_lookahead": -1})).status == 200:
@@ -87,7 +87,7 @@ async def _without_speculation(trial: Trial) -> None:
     await _equal(trial, fields={"max_lookahead": 0})
 
 
-async def _against(trial: Trial) -> None:
+async def _against(trial: CheckTrial) -> None:
     if trial.other is None:
         raise NotSupportedError("no second server (--against)")
     await _equal(trial, on=trial.other)
@@ -97,7 +97,7 @@ CHECKS = [
     Check("equal-again", "the same requests again", partial(_equal, one_by_one=True)),
     Check("equal-order", "all at once, in another order", _equal),
     *(
-        Check(f"equal-load-{n}", f"beside {n} other requests", partial(_equal, load=n))
+        Check(f"equal-load-{n}", f"among {n} other requests", partial(_equal, load=n))
         for n in (1, 8, 32)
     ),
     Check(

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.load.check.server import Body, NotSupportedError, Server
+from bench.load.check.server import Body, CheckedServer, NotSupportedError
 
 PASSED, NEAR_TIE, FOUND, UNSUPPORTED = "passed", "near tie", "found", "not supported"
 
@@ -23,11 +23,13 @@ class Finding(msgspec.Struct, frozen=True):
     request: Body | None = None
 
 
-class Trial:
+class CheckTrial:
     """One trial of a check, with random numbers of its own. `memory` is common to the trials of a
     check, `seen` is shown in the report."""
 
-    def __init__(self, server: Server, other: Server | None, seed: int, memory: Any) -> None:
+    def __init__(
+        self, server: CheckedServer, other: CheckedServer | None, seed: int, memory: Any
+    ) -> None:
         self.server, self.other, self.seed, self.memory = server, other, seed, memory
         self.rng = random.Random(f"{seed}")  # the same prompts in every check
         self.findings: list[Finding] = []
@@ -42,7 +44,7 @@ class Check(msgspec.Struct, frozen=True):
 
     name: str
     what: str
-    trial: Callable[[Trial], Awaitable[None]]
+    trial: Callable[[CheckTrial], Awaitable[None]]
     share: float = 1.0
 
 
@@ -57,7 +59,7 @@ class Result(msgspec.Struct):
 
 
 async def run_check(
-    check: Check, server: Server, other: Server | None, *, seed: int, seconds: float
+    check: Check, server: CheckedServer, other: CheckedServer | None, *, seed: int, seconds: float
 ) -> Result:
     """Run trials with the seeds from `seed` on until the time is over, or three found something.
     There is at least one."""
@@ -65,10 +67,10 @@ async def run_check(
     began_s, result = time.monotonic(), Result(check.name, check.what, PASSED, 0, 0.0, "", [])
     try:
         while len(result.findings) < 3:
-            trial = Trial(server, other, seed + result.trials, memory)
+            trial = CheckTrial(server, other, seed + result.trials, memory)
             await check.trial(trial)
             result.trials += 1
-            result.findings += sorted(trial.findings, key=lambda each: each.near_tie)[:1]
+            result.findings += sorted(trial.findings, key=lambda finding: finding.near_tie)[:1]
             result.seen = trial.seen or result.seen
             if time.monotonic() - began_s > seconds:
                 break
@@ -77,7 +79,7 @@ async def run_check(
         result.state = UNSUPPORTED
     if result.findings:
         result.state = FOUND
-        if all(each.near_tie for each in result.findings):
+        if all(finding.near_tie for finding in result.findings):
             result.state = NEAR_TIE
     result.seconds = round(time.monotonic() - began_s, 1)
     return result

@@ -22,7 +22,7 @@ RUNNING = ("vllm:num_requests_running", "llamacpp:requests_processing")
 WORD_CHARS = 5  # characters per requested prompt token, about
 
 
-class Choice(msgspec.Struct):
+class CheckedChoice(msgspec.Struct):
     """One choice of an answer. `tops` has the most likely tokens of each position."""
 
     text: str = ""
@@ -40,7 +40,7 @@ class Answer(msgspec.Struct):
 
     status: int = 0
     error: str = ""
-    choices: list[Choice] = []
+    choices: list[CheckedChoice] = []
     usage: dict[str, Any] = {}
     pieces: list[tuple[float, str]] = []
     is_utf8: bool = True
@@ -48,8 +48,8 @@ class Answer(msgspec.Struct):
     end_s: float = 0.0
 
     @property
-    def first(self) -> Choice:
-        return self.choices[0] if self.choices else Choice()
+    def first(self) -> CheckedChoice:
+        return self.choices[0] if self.choices else CheckedChoice()
 
     @property
     def gaps_s(self) -> list[float]:
@@ -97,7 +97,7 @@ class _Sink:
         answer.usage = event.get("usage") or answer.usage
         for choice in event.get("choices") or ():
             while len(answer.choices) <= choice.get("index", 0):
-                answer.choices.append(Choice())
+                answer.choices.append(CheckedChoice())
             known = answer.choices[choice.get("index", 0)]
             text = _add_choice(known, choice)
             if choice.get("index", 0) == 0 and text:
@@ -105,7 +105,7 @@ class _Sink:
                 self.begun.set()
 
 
-def _add_choice(known: Choice, choice: dict[str, Any]) -> str:
+def _add_choice(known: CheckedChoice, choice: dict[str, Any]) -> str:
     """Add an event's choice to what is known of it. Return its text."""
     part = choice.get("delta") or choice.get("message") or {}
     text = choice.get("text") or part.get("content") or ""
@@ -130,7 +130,7 @@ def _add_choice(known: Choice, choice: dict[str, Any]) -> str:
     return text + reasoning
 
 
-class Server:
+class CheckedServer:
     """Asks a server, and keeps it busy. Prompts are cut from the source of Python's library."""
 
     def __init__(self, client: HttpClient, key: str | None, model: str) -> None:

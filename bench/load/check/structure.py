@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.load.check.run import Check, Trial
+from bench.load.check.run import Check, CheckTrial
 from bench.load.check.server import Answer, Body
 
 MAX_TOKENS = 400
@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[str, Body]] = {
 }
 
 
-async def _trial(trial: Trial, kind: str) -> None:
+async def _trial(trial: CheckTrial, kind: str) -> None:
     name = trial.rng.choice([*SCHEMAS])
     schema, valid = SCHEMAS[name]
     text = f"Describe a thing as JSON.\n{trial.server.prompt(trial.rng, 40)}"
@@ -78,8 +78,8 @@ async def _trial(trial: Trial, kind: str) -> None:
         shape = {"name": "thing", "schema": schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": shape}
     whole = await trial.server.require(body, kind, streamed=False)
-    asked = [trial.server.ask(body), trial.server.ask(body | {"temperature": 0.0})]
-    for answer in (whole, *await asyncio.gather(*asked)):
+    calls = [trial.server.ask(body), trial.server.ask(body | {"temperature": 0.0})]
+    for answer in (whole, *await asyncio.gather(*calls)):
         if answer.first.finish_reason == "length" and not answer.error:
             trial.seen = "some answers were cut at max_tokens"
         elif problem := _problem(answer, valid, kind):
