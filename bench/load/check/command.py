@@ -15,7 +15,7 @@ from rich.table import Table
 
 from bench.load.check import accounting, behaviour, distribution, equality, structure
 from bench.load.check.run import FOUND, Check, Result, run_check
-from bench.load.check.server import CheckedServer
+from bench.load.check.server import TestedServer
 from bench.load.client.http import Endpoint, HttpClient
 from bench.load.run.processes import event_loop_runner
 from bench.load.run.sweep import find_model
@@ -79,7 +79,7 @@ async def _run(args: argparse.Namespace) -> list[Result]:
     checks = [CHECKS[name] for name in args.only or CHECKS]
     key, urls = args.api_key or os.environ.get("CBATCH_API_KEY"), [args.url, args.against]
     clients = [HttpClient(Endpoint.of(u), key=key, timeout_s=args.timeout) for u in urls if u]
-    servers = [CheckedServer(each, key, args.model or await find_model(each)) for each in clients]
+    servers = [TestedServer(each, key, args.model or await find_model(each)) for each in clients]
     seconds, results = args.minutes * 60 / sum(each.share for each in checks), []
     for at, check in enumerate(checks, 1):
         print(f"{at}/{len(checks)} {check.name}", file=sys.stderr, flush=True)

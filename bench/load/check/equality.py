@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench.load.check.run import Check, CheckTrial
-from bench.load.check.server import BUSY, Answer, Body, CheckedServer, NotSupportedError
+from bench.load.check.server import BUSY, Answer, Body, TestedServer, NotSupportedError
 
 NEAR_TIE_NATS = 0.1  # smaller gaps of log probabilities are rounding of 16-bit logits
 MAX_TOKENS = 48
@@ -29,7 +29,7 @@ async def _equal(
     prompt_tokens: int = 24,
     cancels: int = 0,
     one_by_one: bool = False,
-    on: CheckedServer | None = None,
+    on: TestedServer | None = None,
     fields: Body | None = None,
 ) -> None:
     """Compare answers with those alone: among `load` requests with prompts of `prompt_tokens`,

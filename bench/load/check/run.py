@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.load.check.server import Body, CheckedServer, NotSupportedError
+from bench.load.check.server import Body, TestedServer, NotSupportedError
 
 PASSED, NEAR_TIE, FOUND, UNSUPPORTED = "passed", "near tie", "found", "not supported"
 
@@ -28,7 +28,7 @@ class CheckTrial:
     check, `seen` is shown in the report."""
 
     def __init__(
-        self, server: CheckedServer, other: CheckedServer | None, seed: int, memory: Any
+        self, server: TestedServer, other: TestedServer | None, seed: int, memory: Any
     ) -> None:
         self.server, self.other, self.seed, self.memory = server, other, seed, memory
         self.rng = random.Random(f"{seed}")  # the same prompts in every check
@@ -59,7 +59,7 @@ class Result(msgspec.Struct):
 
 
 async def run_check(
-    check: Check, server: CheckedServer, other: CheckedServer | None, *, seed: int, seconds: float
+    check: Check, server: TestedServer, other: TestedServer | None, *, seed: int, seconds: float
 ) -> Result:
     """Run trials with the seeds from `seed` on until the time is over, or three found something.
     There is at least one."""

@@ -130,7 +130,7 @@ def _add_choice(known: CheckedChoice, choice: dict[str, Any]) -> str:
     return text + reasoning
 
 
-class CheckedServer:
+class TestedServer:
     """Asks a server, and keeps it busy. Prompts are cut from the source of Python's library."""
 
     def __init__(self, client: HttpClient, key: str | None, model: str) -> None:
