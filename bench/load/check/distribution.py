@@ -171,8 +171,8 @@ def _add(
         names = sorted(top.items(), key=lambda pair: -pair[1])[:tops]
         weights = filtered([(n, math.exp(p)) for n, p in names], fields, seen, biased)
         seen[token] += 1
-        # Different pieces of a character have the same name.
-        if weights is None or any("\ufffd" in name for name in (token, *top)):
+        # Different pieces of a character have the same name; the end of an answer has none.
+        if weights is None or not token or any("\ufffd" in name for name in (token, *top)):
             continue
         if token not in dict(weights) and fields and biased is None:
             return f"{token!r} ({top.get(token)}) was sampled against {fields}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench.load.check.run import Check, CheckTrial
-from bench.load.check.server import BUSY, Answer, Body, TestedServer, NotSupportedError
+from bench.load.check.server import BUSY, Answer, Body, NotSupportedError, TestedServer
 
 NEAR_TIE_NATS = 0.1  # smaller gaps of log probabilities are rounding of 16-bit logits
 MAX_TOKENS = 48

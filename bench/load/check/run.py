@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.load.check.server import Body, TestedServer, NotSupportedError
+from bench.load.check.server import Body, NotSupportedError, TestedServer
 
 PASSED, NEAR_TIE, FOUND, UNSUPPORTED = "passed", "near tie", "found", "not supported"
 
