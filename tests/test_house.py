@@ -42,7 +42,7 @@ LAYERS = {
         "workload",
         "report",
     ),
-    "bench/load": ("cli", "run", "client"),
+    "bench/load": ("cli", "check", "run", "client"),
     "triton_kernels": (
         "slots",
         "verification",

@@ -1,0 +1,1 @@
+"""`cbatch check`: tests of a running server by its answers."""

@@ -1,0 +1,129 @@
+"""`cbatch check`: is a server lossless? Its answers are compared with each other."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import os
+import sys
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from bench.load.check import accounting, behaviour, distribution, equality, structure
+from bench.load.check.run import FOUND, Check, Result, run_check
+from bench.load.check.server import TestedServer
+from bench.load.client.http import Endpoint, HttpClient
+from bench.load.run.processes import event_loop_runner
+from bench.load.run.sweep import find_model
+from cbatch.cli.console import TextConsole
+from cbatch.cli.output import add_json_option, print_figures, require_place
+from cbatch.core.request.errors import FieldError
+
+ROOMS = (equality, distribution, structure, accounting, behaviour)
+CHECKS: dict[str, Check] = {each.name: each for room in ROOMS for each in room.CHECKS}
+FAILED_CHECK = 1  # exit status if something was found
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>{style}</style><header><h1>{title}</h1><p id="subtitle">{note}</p></header>
+<main class="card"><table>{rows}</table></main></html>
+"""
+NOTE = """\
+A check that passed saw no deviation in its trials; it proves nothing about other requests. A near
+tie is a greedy token that changes between two of nearly equal probability, as rounding does. It
+does not change the exit status, which is 1 if something was found.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "check",
+        description="Check whether the answers of a server of the OpenAI API are consistent.",
+        epilog=NOTE + "\nChecks: " + ", ".join(CHECKS),
+    )
+    parser.add_argument("url", metavar="URL", help="the server, as http://localhost:8000")
+    parser.add_argument("--model", help="its model (default: the first that it lists)")
+    parser.add_argument("--against", metavar="URL", help="a second server that answers the same")
+    parser.add_argument("--minutes", type=float, default=5.0, help="time for all checks (5)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks by name")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first trial (0)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a call (120)")
+    parser.add_argument("--api-key", help="key of the servers (default: CBATCH_API_KEY)")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page")
+    add_json_option(parser, "results and evidence")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    unknown = [name for name in args.only or () if name not in CHECKS]
+    if unknown:
+        raise FieldError(
+            "--only", f"there is no {unknown[0]!r}", f"name some of {', '.join(CHECKS)}"
+        )
+    if not args.minutes > 0:
+        raise FieldError("--minutes", f"{args.minutes:g} is not a time", "give a positive number")
+    require_place("--json", args.json)
+    require_place("--page", args.page)
+    results: list[Result] = event_loop_runner()(_run(args))
+    _print(args, results)
+    document = {"url": args.url, "seed": args.seed, "results": msgspec.to_builtins(results)}
+    if args.page:
+        args.page.write_text(_page(args.url, results), encoding="utf-8")
+    print_figures(document, args.json)
+    return FAILED_CHECK if any(each.state == FOUND for each in results) else 0
+
+
+async def _run(args: argparse.Namespace) -> list[Result]:
+    checks = [CHECKS[name] for name in args.only or CHECKS]
+    key, urls = args.api_key or os.environ.get("CBATCH_API_KEY"), [args.url, args.against]
+    clients = [HttpClient(Endpoint.of(u), key=key, timeout_s=args.timeout) for u in urls if u]
+    servers = [TestedServer(each, key, args.model or await find_model(each)) for each in clients]
+    seconds, results = args.minutes * 60 / sum(each.share for each in checks), []
+    for at, check in enumerate(checks, 1):
+        print(f"{at}/{len(checks)} {check.name}", file=sys.stderr, flush=True)
+        for server in servers:
+            await server.rest()
+        results.append(
+            await run_check(
+                check,
+                servers[0],
+                servers[1] if len(servers) > 1 else None,
+                seed=args.seed,
+                seconds=seconds * check.share,
+            )
+        )
+    for client in clients:
+        client.close()
+    return results
+
+
+def _print(args: argparse.Namespace, results: list[Result]) -> None:
+    console, table = TextConsole(), Table(title=f"Checks of {args.url}", title_justify="left")
+    for name in ("check", "state", "trials", "what", "seen"):
+        table.add_column(name)
+    for result in results:
+        table.add_row(result.name, result.state, str(result.trials), result.what, result.seen[:80])
+    console.print(table)
+    for result in results:
+        for finding in result.findings:
+            console.print(f"{result.name}: {finding.problem}", markup=False)
+            console.print(f"    again: --only {result.name} --seed {finding.seed}", markup=False)
+            if finding.request is not None:
+                console.print(f"    request: {json.dumps(finding.request)[:400]}", markup=False)
+
+
+def _page(url: str, results: list[Result]) -> str:
+    """Return an HTML page with the results and their evidence."""
+    rows = []
+    for result in results:
+        evidence = [f"{f.problem} (--only {result.name} --seed {f.seed})" for f in result.findings]
+        cells = (result.name, result.state, result.what, "\n".join([result.seen, *evidence]))
+        rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+    style = resources.files("sim.report.page").joinpath("page.css").read_text(encoding="utf-8")
+    style += "td { padding: 0.3rem 0.8rem; vertical-align: top; white-space: pre-wrap; }"
+    title = html.escape(f"Checks of {url}")
+    return PAGE.format(
+        title=title, style=style, note=html.escape(NOTE), rows="<tr>".join(["", *rows])
+    )
