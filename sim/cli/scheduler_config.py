@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from cbatch.cli.settings import flag_of
-from cbatch.core.prices.step_costs import PROMPT_SHARE
+from cbatch.core.prices.chunk_sizes import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig

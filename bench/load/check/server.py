@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from bench.load.client.answer import CHAT, COMPLETIONS, CallError
 from bench.load.client.bodies import load_text
-from bench.load.client.call import CHAT, COMPLETIONS, CallError
 from bench.load.client.http import HttpClient
 
 Body = dict[str, Any]
