@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from bench.load.client.answer import CHAT, COMPLETIONS, CallError
 from bench.load.client.bodies import load_text
-from bench.load.client.http import HttpClient
+from bench.load.client.http import CHAT, COMPLETIONS, CallError, HttpClient
 
 Body = dict[str, Any]
 BUSY = (429, 503)  # statuses of servers that are full
