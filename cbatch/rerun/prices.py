@@ -16,6 +16,7 @@ from cbatch.engine.prices.fit import fit_profile
 
 MAX_SAMPLES = 6_000  # steps of a log that prices are fitted to, evenly spaced
 _STALL = 5.0  # a step that takes this many times its price was interrupted
+_MIN_IDLE_S = 1e-4
 _EVERY = 50  # every 50th step is also priced in other sizes
 _DRAFTS = 4  # drafts per row in such steps
 # Fields of `StepWork` that are sums over rows.
@@ -29,6 +30,8 @@ def recorded_prices(samples: Sequence[StepSample], start: CostProfile | None) ->
     of the log's steps add up to their measured durations."""
     chosen = np.linspace(0, len(samples) - 1, min(len(samples), MAX_SAMPLES)).astype(int)
     kept = [samples[i] for i in chosen]
+    for work in (sample.work for sample in kept):  # the rest of a decayed idle time has no price
+        work.idle_s *= work.idle_s > _MIN_IDLE_S
     other = [] if start is None else list(_other_steps(kept, ProfiledCost(start)))
     cost = ProfiledCost(fit_profile([*kept, *other]))
     pairs = [
