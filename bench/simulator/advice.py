@@ -41,7 +41,7 @@ LOADS = (0.5, 1.0, 2.0)  # of the capacity
 BOUNDS = {"tokens_per_s": (0.05, -0.01), "tpot_p95_s": (0.15, 0.05)}
 KINDS = {  # median tokens of a prompt and of an output, and the recorded settings
     "chat": (120, 48, ScenarioSettings("off", None, 32, 1024, None)),
-    "code": (400, 16, ScenarioSettings("adaptive", "suffix", 16, 1024, None)),
+    "code": (400, 16, ScenarioSettings("adaptive:8", "suffix", 16, 1024, None)),
 }
 Offered = Sequence[tuple[float, Request]]  # with the time of each arrival
 Serve = Callable[[ScenarioSettings, Offered, Path], dict[str, Any]]  # returns figures
