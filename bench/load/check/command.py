@@ -17,7 +17,7 @@ from bench.load.check import accounting, behaviour, distribution, equality, stru
 from bench.load.check.run import FOUND, Check, Result, run_check
 from bench.load.check.server import TestedServer
 from bench.load.client.http import Endpoint, HttpClient
-from bench.load.run.processes import event_loop_runner
+from bench.load.run.drive import event_loop_runner
 from bench.load.run.sweep import find_model
 from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, print_figures, require_place
