@@ -96,4 +96,4 @@ def _kv_bytes(model: ModelFormats, sizes: Sizes) -> int:
     """Return bytes of a KV pool that suffices in float32, in whole blocks."""
     blocks = sizes.max_sequences * (-(-sizes.tokens // _VLLM_BLOCK_TOKENS) + 1) + 1
     c = model.config
-    return blocks * _VLLM_BLOCK_TOKENS * c.num_layers * 2 * c.num_kv_heads * c.head_dim * 4
+    return blocks * _VLLM_BLOCK_TOKENS * 4 * sum(layer.mixer.kv_values for layer in c.layers)

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.model.config import KVShape, ModelConfig
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Attention
 from cbatch.system.pages import zeros_populated_in_background
 
 _ALIGNMENT_BYTES = 64
@@ -44,16 +45,17 @@ class KVCache:
                 f"num_blocks and block_size must be positive, got {num_blocks} and {block_size}"
             )
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.scratch_block = num_blocks
-        place, heads = torch.device(device), config.num_kv_heads
+        place, mixers = torch.device(device), [layer.mixer for layer in config.layers]
+        # Zeroed, not empty: positions never written are masked, but they must be finite.
+        shapes = {(mixer.kv_heads, mixer.key_dim, mixer.value_dim) for mixer in mixers}
+        heads, dim, value_dim = shapes.pop() if shapes else (0, 0, 0)
+        self.num_kv_heads, self.head_dim = heads, dim
         # First row of `block_rows` of each head: adding a block id gives a block's row.
         self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
-        # Zeroed, not empty: positions never written are masked, but they must be finite.
-        if config.kv_shapes:
-            self.block_rows = _layers(config.kv_shapes, num_blocks + 1, block_size, dtype, place)
+        if shapes or dim != value_dim:
+            self.block_rows = _layers(mixers, num_blocks + 1, block_size, dtype, place)
             return
-        dim = config.head_dim
         memory = _zeros(
             (config.num_layers, heads, num_blocks + 1, block_size, 2, dim), dtype, place
         )
@@ -77,21 +79,19 @@ class KVCache:
     @staticmethod
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of one block over all layers."""
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        if config.kv_shapes:
-            per_token = sum(shape.values for shape in config.kv_shapes)
+        per_token = sum(layer.mixer.kv_values for layer in config.layers)
         return per_token * block_size * dtype.itemsize
 
 
 def _layers(
-    shapes: Sequence[KVShape],
+    mixers: Sequence[Attention],
     blocks: int,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    widths = [block_size * (shape.key_dim + shape.value_dim) for shape in shapes]
-    counts = [shape.heads * blocks * width for shape, width in zip(shapes, widths, strict=True)]
+    widths = [block_size * (mixer.key_dim + mixer.value_dim) for mixer in mixers]
+    counts = [each.kv_heads * blocks * width for each, width in zip(mixers, widths, strict=True)]
     steps = [-(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for count in counts]
     parts = _zeros((sum(steps),), dtype, device).split(steps)
     return [

@@ -104,7 +104,7 @@ def test_the_reading_of_a_head_that_agrees_significantly_more_is_used():
     """The file does not state whether the residual is normed, and the first reading is wrong."""
     target = load_model(TARGET)
     right = read_head(demo_head(), target.config)[0]
-    wrong = structs.replace(right, norm_before_residual=True)
+    wrong = reading(right)
     weights = HeadWeights.of(demo_head())
     rows = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
     heads = [EagleHead(each, weights, target, rows) for each in (wrong, right)]

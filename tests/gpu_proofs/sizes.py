@@ -20,7 +20,7 @@ from cbatch.runtime.gpu.heads import CLASSES, GpuHead
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.gguf_file import GgufTensor
-from cbatch.runtime.model.head_config import HeadConfig
+from cbatch.runtime.model.head_config import HeadConfig, head_layer
 from cbatch.runtime.model.weight_files import WeightSource
 from tests.gpu_proofs.meta import META
 from tests.runtime.blocks import stored_matrix
@@ -106,8 +106,10 @@ USUAL += (
 def draft_of(size: Size, target: Decoder) -> Decoder | GpuHead | None:
     if size.draft is None or size.head is None:
         return None if size.draft is None else decoder(size.draft, size)
-    reads, layer = size.target.num_layers, structs.replace(size.draft, num_layers=1)
-    layer = structs.replace(layer, vocab_size=size.target.vocab_size, sliding_window=(None,))
+    reads, layers = size.target.num_layers, size.draft.layers[: size.head != "medusa"]
+    layer = structs.replace(size.draft, vocab_size=size.target.vocab_size, layers=layers)
+    if size.head != "medusa":
+        layer = head_layer(layer, size.head).with_mixers(window=None)
     config = HeadConfig(
         kind=size.head,
         layer=layer,
@@ -117,8 +119,6 @@ def draft_of(size: Size, target: Decoder) -> Decoder | GpuHead | None:
         fc_bias=True,
         num_heads=2,
     )
-    if size.head == "medusa":
-        config = structs.replace(config, layer=structs.replace(layer, num_layers=0))
     rows = torch.empty(layer.vocab_size, layer.hidden_size, dtype=size.dtype, device=META)
     return CLASSES[size.head](config, HeadTensors(size.dtype), target, rows)  # type: ignore[arg-type]
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from cbatch import LLM, FieldError, SamplingParams
-from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.gpu.decoder import load_decoder
@@ -288,23 +287,17 @@ def test_a_field_that_is_wrong_is_named(
         parse_config(values | names | changes, Path("config.json"))
 
 
-def test_where_our_pass_is_not_compiled_transformers_code_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_family_is_served_without_kernels(tmp_path: Path) -> None:
     make("granite", tmp_path)
     settings = SCARCE | {"model_impl": "auto"}
-    assert LLM(tmp_path, dtype="float16", **settings).info.code.startswith("transformers ")
-    with pytest.raises(UnsupportedModelError, match="granite needs a C compiler"):
-        LLM(tmp_path, dtype="float16", **settings | {"model_impl": "own"})
+    llm = LLM(tmp_path, dtype="float16", **settings)
+    assert llm.info.code == "our own (granite)" and not llm.info.batch_invariant
     with pytest.raises(UnsupportedModelError, match="granite is not supported on a GPU"):
         LLM(tmp_path, device="cuda", **settings | {"model_impl": "own"})
     with pytest.raises(
         UnsupportedModelError, match="granite is not supported by our own pass on a"
     ):
         load_decoder(tmp_path, device="cpu")
-    monkeypatch.setattr(CompiledDecoder, "of", lambda *parts: None)
-    with pytest.raises(UnsupportedModelError, match="granite needs compiled kernels"):
-        load_model(tmp_path)
 
 
 @needs_compiler

@@ -29,7 +29,6 @@ from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.sharding import ShardedWeights, shard_config
 from cbatch.runtime.rank_group import RankGroup
 from cbatch.runtime.sampling import noise
@@ -359,8 +358,7 @@ def served(ranks: RankGroup, requests: list[Request], folder: Path | None, **set
     """Run the engine of one rank; all ranks make the same plans."""
     config = tiny_config()
     source = ShardedWeights(NoisyWeights(1), config, ranks.rank, ranks.size)
-    numerics = Numerics(mode="invariant", may_pack=True)
-    target = Model(shard_config(config, ranks.size), source, torch.float32, numerics, ranks)
+    target = Model(shard_config(config, ranks.size), source, torch.float32, "invariant", ranks)
     head = None if folder is None else load(folder, target)
     drafter = None if head is None else drafter_of(head)
     sizes = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 8}

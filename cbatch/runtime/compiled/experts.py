@@ -15,7 +15,7 @@ from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.product import MAX_LANES, CompiledProduct, LinearStruct
 from cbatch.runtime.compiled.structs import fields
 from cbatch.runtime.compiled.threads import num_threads
-from cbatch.runtime.model.config import Experts
+from cbatch.runtime.model.records import Experts
 
 _ALIGNMENT_BYTES = 64
 _SINGLE_THREAD_BELOW = 1 << 18  # multiplications below which one thread is faster

@@ -21,6 +21,7 @@ from cbatch.runtime.compiled.structs import fields
 from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Experts
 from cbatch.runtime.model.rope import RotaryTable
 
 if TYPE_CHECKING:
@@ -96,21 +97,6 @@ class CompiledDecoder:
     """The layers of a model from its embedding [vocab, hidden] to its logits. With `reading`,
     the model is a drafter that reads the state of the previous position: positions start at 1."""
 
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        embedding: Tensor | CompiledProduct,
-        layers: Sequence[Layer[Linear]],
-        head: Linear,
-        ranks: RankGroup | None = None,
-    ) -> CompiledDecoder | None:
-        """Return the compiled decoder, or None if a product is not compiled."""
-        products = [linear for layer in layers for linear in layer.products()]
-        if any(linear.compiled is None for linear in (*products, head)):
-            return None
-        return cls(config, embedding, layers, head, ranks=ranks)
-
     def __init__(
         self,
         config: ModelConfig,
@@ -128,9 +114,9 @@ class CompiledDecoder:
         self._memory_bytes.argtypes = [POINTER(DecoderStruct), c_long, c_long]
         self._memory_bytes.restype = c_long
         self._config, self._ranks = config, ranks
-        shape = config.head_dim, config.num_kv_heads, config.group_size, torch.device("cpu")
-        self._ropes = config.arithmetic.layer_ropes or (config.rope,) * len(layers)
-        self._rotary = {rope: RotaryTable(rope, *shape) for rope in self._ropes}
+        mixers = [layer.record.mixer for layer in layers]
+        self._ropes = [mixer.rope for mixer in mixers]
+        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in mixers}
         self.hidden_size = config.hidden_size
         self._reader = None if reading is None else _reader(reading)
         self._keep_alive = embedding, layers, head, reading  # the structs below hold addresses
@@ -147,10 +133,10 @@ class CompiledDecoder:
             None if self._reader is None else ctypes.pointer(self._reader),
             len(layers),
             config.hidden_size,
-            config.num_kv_heads,
-            config.group_size,
-            config.head_dim,
-            config.intermediate_size,
+            config.attention.kv_heads,
+            config.attention.group,
+            config.attention.key_dim,
+            config.widest_inner,
             config.vocab_size,
             embedding_type,
             head.shape[0],
@@ -164,9 +150,9 @@ class CompiledDecoder:
         products = [linear for layer in layers for linear in layer.products()]
         products += [linear for linear in parts if linear is not None]
         weights = sum(out * columns for out, columns in (p.shape for p in (*products, head)))
-        if (experts := config.arithmetic.experts) is not None:
-            per_expert = 3 * config.hidden_size * experts.width
-            weights += len(layers) * (experts.chosen + experts.shared) * per_expert
+        for layer in layers:
+            if isinstance(f := layer.record.feed_forward, Experts):
+                weights += (f.chosen + f.shared) * 3 * config.hidden_size * f.inner
         self._single_thread_rows = _SINGLE_THREAD_BELOW // weights
         self._capacity = 0, 0  # rows and threads for which the working memory suffices
         self._logits_memory = np.empty(0, np.float32)
@@ -311,12 +297,12 @@ def _layer(layer: Layer[Linear], config: ModelConfig) -> _Layer:
     weights = layer.qk_weight, layer.after_attention, layer.after_forward, layer.sinks
     addresses = [None if weight is None else weight.data_ptr() for weight in weights]
     # A window as long as the model's context has no effect.
-    window = config.max_position_tokens if layer.window is None else layer.window
+    window = layer.record.mixer.window or config.max_position_tokens
     struct = _Layer(*map(_struct, (layer.qkv, layer.out, layer.gate_up)), down, *addresses)
     struct.window, struct.kept = window, -1
     if layer.experts is not None:
-        assert config.arithmetic.experts is not None
-        struct.experts = ctypes.pointer(layer.experts.mixture(config.arithmetic.experts))
+        assert isinstance(layer.record.feed_forward, Experts)
+        struct.experts = ctypes.pointer(layer.experts.mixture(layer.record.feed_forward))
         norm = layer.router_norm
         struct.gate_up.scale = None if norm is None else norm.data_ptr()
     return struct
@@ -325,26 +311,27 @@ def _layer(layer: Layer[Linear], config: ModelConfig) -> _Layer:
 def _flags(config: ModelConfig, dtype: torch.dtype) -> tuple[float, ...]:
     """Return the fields of `DecoderStruct` from `centred` on. The scale of embeddings is rounded to
     their `dtype`, if that is a float."""
-    a = config.arithmetic
-    embedding_scale = torch.tensor(a.embedding_scale)
+    m, f = config.attention, config.layers[0].feed_forward
+    norm = config.norm or m.norm or f.norm
+    embedding_scale = torch.tensor(config.embedding_scale)
     if dtype.is_floating_point:
         embedding_scale = embedding_scale.to(dtype)
-    scale = config.head_dim**-0.5 if a.attention_scale is None else a.attention_scale
-    later = bool(a.norms[1] or a.norms[3] or a.residual_scale != 1 or a.experts)
+    experts = any(isinstance(layer.feed_forward, Experts) for layer in config.layers)
+    later = bool(m.out_norm or f.out_norm or m.out_scale != 1 or experts)
     return (
-        a.layer_norm,
-        a.norms[0] is None,
-        a.parallel,
-        a.whole_qk_norm,
-        Gating[a.activation.upper()],
-        a.gated,
+        norm.centred,
+        m.norm is None and config.input is None,
+        config.layers[0].parallel,
+        m.norms_whole,
+        Gating[f.activation.upper()],
+        getattr(f, "gated", True),
         later,
-        config.rms_norm_eps,
-        scale,
-        a.attention_softcap,
-        a.logit_softcap,
+        norm.eps,
+        m.scale,
+        m.soft_cap,
+        config.logit_softcap,
         embedding_scale.item(),
-        a.residual_scale,
+        m.out_scale,
     )
 
 

@@ -22,7 +22,7 @@ from cbatch.runtime.gpu.heads import CLASSES
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.head_config import HeadConfig
+from cbatch.runtime.model.head_config import HeadConfig, head_layer
 from tests.gpu_proofs.interpreted.twins import CPU, Pair
 from tests.gpu_proofs.sizes import HeadTensors
 from tests.runtime.engines import NoisyWeights, tiny_config
@@ -90,9 +90,9 @@ def steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def head_of(kind: Any, target: Pair) -> Any:
     """Return a head of usual sizes with arbitrary values."""
     reads = target.config.num_layers
-    layer = structs.replace(target.config, num_layers=1, sliding_window=(None,))
-    if kind == "medusa":
-        layer = structs.replace(layer, num_layers=0, sliding_window=())
+    layer = structs.replace(target.config, layers=target.config.layers[: kind != "medusa"])
+    if kind != "medusa":
+        layer = head_layer(layer, kind)
     layers = tuple(range(reads + 1)) if kind == "eagle3" else (reads,)
     config = HeadConfig(kind, layer, layers, layer.vocab_size, fc_norm=True, num_heads=3)
     rows = torch.zeros(layer.vocab_size, layer.hidden_size)

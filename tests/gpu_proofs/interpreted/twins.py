@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -31,7 +30,6 @@ from cbatch.runtime.gpu.device import CudaDevice
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.sampling.structured import GrammarSource
 from tests.checking.invariants import check_scheduler
 from tests.runtime.engines import NoisyWeights, parse_lookahead, tiny_config
@@ -55,11 +53,10 @@ class Pair:
     def __init__(
         self, *, seed: int = 1, noise: float = 0.0, poison: int | None = None, **changes: Any
     ) -> None:
-        config: ModelConfig = structs.replace(tiny_config(), head_dim=16, **changes)
+        config: ModelConfig = tiny_config(head_dim=16, **changes)
         source = NoisyWeights(seed, noise, poison)
         self.config = config
-        numerics = Numerics(mode="fast", may_pack=False)
-        self.model = Model(config, source, torch.float32, numerics)
+        self.model = Model(config, source, torch.float32, "fast")
         self.decoder = Decoder(config, source, torch.float32, CPU)
 
 

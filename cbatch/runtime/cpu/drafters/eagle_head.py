@@ -50,12 +50,13 @@ class EagleHead(Head):
         layer, input_layer = tensors.layer(), tensors.input_layer()
         reading = StateReading(input_layer, None, None, None, plain_in=True, plain_out=True)
         if input_layer is None:
+            norms_of_pair = tensors.pair_norms()
             reading = StateReading(
                 input_layer=None,
                 only_kv=tensors.projected("kv"),
-                token_norm=tensors.norm("layers.0.input_layernorm"),
-                state_norm=tensors.norm("layers.0.hidden_norm"),
-                normed_residual=head.norm_before_residual,
+                token_norm=norms_of_pair[0],
+                state_norm=norms_of_pair[1],
+                normed_residual=head.normed_residual,
             )
         lm_head = tensors.lm_head(self.vocabulary, target_head)
         embedding = tensors.embedding(target)
@@ -104,5 +105,5 @@ class EagleHead(Head):
         )
         states_out = states_out[:, 0]
         if self.head.norm_output:
-            states_out = F.rms_norm(states_out, size, self._norm, self.config.rms_norm_eps)
+            states_out = F.rms_norm(states_out, size, self._norm, self.head.eps)
         return logits, states_out

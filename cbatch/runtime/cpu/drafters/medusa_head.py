@@ -50,7 +50,7 @@ class MedusaHead(Head):
 
     def fuse(self, hidden: Tensor) -> Tensor:
         size = self.config.hidden_size
-        return F.rms_norm(hidden[:, 0], (size,), self._norm, self.config.rms_norm_eps)
+        return F.rms_norm(hidden[:, 0], (size,), self._norm, self.head.eps)
 
     def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
         return self.logits(self.fuse(hidden).roll(1, 0), [torch.arange(len(hidden))])[0]
