@@ -28,8 +28,8 @@ class KVCache:
     `scratch_block`, stays zero; it replaces blocks that a block table does not have.
 
     `block_rows[layer]` is [kv_heads * blocks, values of one head in one block]. If all layers have
-    one shape, with equal dimensions of K and V, there are also views: `data` [layers, 2, kv_heads,
-    blocks, block_size, head_dim], and `token_rows[layer]`, with K and V of one token in each row.
+    one shape, with equal dimensions of K and V, there is also a view: `data` [layers, 2, kv_heads,
+    blocks, block_size, head_dim].
     """
 
     def __init__(
@@ -55,13 +55,14 @@ class KVCache:
         self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
         if shapes or dim != value_dim:
             self.block_rows = _layers(mixers, num_blocks + 1, block_size, dtype, place)
+            self.addresses = _addresses(self.block_rows)
             return
         memory = _zeros(
             (config.num_layers, heads, num_blocks + 1, block_size, 2, dim), dtype, place
         )
         self.data = memory.permute(0, 4, 1, 2, 3, 5)
         self.block_rows = [layer.view(-1, block_size * 2 * dim) for layer in memory]
-        self.token_rows = [layer.view(-1, 2 * dim) for layer in memory]
+        self.addresses = _addresses(self.block_rows)
 
     @torch.inference_mode()
     def zero_blocks(self, block_ids: Sequence[int] | NDArray[np.integer]) -> None:
@@ -98,6 +99,10 @@ def _layers(
         part[:count].view(-1, width)
         for part, count, width in zip(parts, counts, widths, strict=True)
     ]
+
+
+def _addresses(rows: list[Tensor]) -> NDArray[np.int64]:
+    return np.array([layer.data_ptr() for layer in rows], np.int64)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,16 @@ class Layer(Generic[P]):
     def products(self) -> tuple[P, ...]:
         linears = self.qkv, self.out, self.gate_up
         return linears if self.down is None else (*linears, self.down)
+
+
+class PairWeights(NamedTuple):
+    """The weights of a `PairInput`: products of a device, and norm weights times sqrt(hidden).
+    `only_kv` has the first layer's K and V projections, for passes without logits."""
+
+    input_layer: Any = None
+    only_kv: Any = None
+    token_norm: Tensor | None = None
+    state_norm: Tensor | None = None
 
 
 class LayerBuilder(Generic[P]):

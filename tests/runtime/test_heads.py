@@ -111,9 +111,6 @@ class Checked:
 
 
 class CheckedEagle(Checked, EagleDrafter):
-    def _is_greedy(self, rows: DraftRows) -> bool:
-        return False
-
     def _logits(self, batch: RaggedBatch, slots: Any) -> Tensor:
         logits = super()._logits(batch, slots)
         self.seen.append(logits.clone())
@@ -214,42 +211,6 @@ def test_the_equations_expose_a_drafter_that_reads_the_wrong_states(broken, tmp_
     )
     assert run.executor.drafter.wrong > 1e-2
     assert run.outputs == run_engine(requests, tiny_model()).outputs
-
-
-class _Watched(EagleDrafter):
-    """A drafter that records its proposals."""
-
-    def __init__(self, head: Any) -> None:
-        super().__init__(head)
-        self.proposed: list[list[list[int]]] = []
-
-    def propose(self, rows: DraftRows) -> Proposal:
-        proposal = super().propose(rows)
-        counts = proposal.num_drafted.tolist()
-        self.proposed.append(
-            [row[:n] for row, n in zip(proposal.tokens.tolist(), counts, strict=True)]
-        )
-        return proposal
-
-
-class _OneByOne(_Watched):
-    def _is_greedy(self, rows: DraftRows) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("make", [eagle3, partial(eagle3, norm_output=True), eagle1])
-def test_drafts_of_one_call_are_those_of_a_pass_each(make, tmp_path, monkeypatch):
-    proposals = []
-    for kind in (_Watched, _OneByOne):
-        requests, settings = hard_life(monkeypatch)
-        target = tiny_model()
-        make(tmp_path)
-        head = load(tmp_path, target)
-        drafter = kind(head)
-        run_engine(requests, target, head, drafting=drafter, **settings)
-        proposals.append(drafter.proposed)
-    assert proposals[0] == proposals[1]
-    assert max(len(drafts) for rows in proposals[0] for drafts in rows) == 4
 
 
 def test_drafts_end_where_their_numbers_break(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.torch_attention import TorchStep, attend, plan_step
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.layers import Layer
+from cbatch.runtime.layers import Layer, PairWeights
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward, Norm
 from cbatch.runtime.model.rope import RotaryTable
@@ -30,7 +30,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 class TorchPass:
     """The layers of a model, from its embedding to its logits, with the methods of
-    `CompiledDecoder`. `pair_norms` and `input_layer` are the weights of a draft head's input."""
+    `CompiledDecoder`."""
 
     def __init__(
         self,
@@ -39,12 +39,10 @@ class TorchPass:
         layers: Sequence[Layer[Linear]],
         head: Linear,
         ranks: RankGroup | None = None,
-        *,
-        pair_norms: tuple[Tensor | None, Tensor | None] = (None, None),
-        input_layer: Linear | None = None,
+        pair: PairWeights | None = None,
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
-        self.ranks, self.pair_norms, self.input_layer = ranks, pair_norms, input_layer
+        self.ranks, self._pair = ranks, pair or PairWeights()
         self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in map(_mixer, layers)}
         self._kept: tuple[int, ...] = ()
 
@@ -96,12 +94,12 @@ class TorchPass:
         token, state = (
             _normed(each, norm) * (1.0 if weight is None else weight)
             for each, norm, weight in zip(
-                (x, states), (pair.token_norm, pair.state_norm), self.pair_norms, strict=True
+                (x, states), (pair.token_norm, pair.state_norm), self._pair[2:], strict=True
             )
         )
         rows = torch.cat([token, state], dim=1)
-        if self.input_layer is not None:
-            return self.input_layer(rows), None
+        if self._pair.input_layer is not None:
+            return self._pair.input_layer(rows), None
         return state if pair.normed_residual else states, rows
 
     def _layer(
@@ -117,7 +115,8 @@ class TorchPass:
         assert feed_forward is not None
         rows = _normed(x, mixer.norm) if pairs is None else pairs
         q, k, v = self._heads(layer, rows, step)
-        mixed = attend(mixer, layer.sinks, step, kv, index, q, k, v)
+        first_key = int(self.config.input is not None)  # position 0 has no state before it
+        mixed = attend(mixer, layer.sinks, step, kv, index, q, k, v, first_key)
         mixed = self._summed(layer.out(mixed.flatten(1)))
         after = x + _joined(mixer, mixed, layer.after_attention)
         rows = _normed(x if layer.record.parallel else after, feed_forward.norm)
