@@ -42,11 +42,7 @@ class MedusaHead(Head):
             self._blocks = [tensors.blocks(i) for i in range(head.num_heads)]
             self._heads = tensors.heads(self.vocabulary, target_head)
         products = [*self._heads, *(linear for blocks in self._blocks for linear in blocks)]
-        size = self.dtype.itemsize
-        self.matrix_bytes = sum(
-            p.shape[0] * p.shape[1] * size if p.compiled is None else p.compiled.num_bytes
-            for p in products
-        )
+        self.matrix_bytes = sum(product.num_bytes for product in products)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         size = self.config.hidden_size
