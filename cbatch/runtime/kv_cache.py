@@ -50,19 +50,22 @@ class KVCache:
         # Zeroed, not empty: positions never written are masked, but they must be finite.
         shapes = {(mixer.kv_heads, mixer.key_dim, mixer.value_dim) for mixer in mixers}
         heads, dim, value_dim = shapes.pop() if shapes else (0, 0, 0)
-        self.num_kv_heads, self.head_dim = heads, dim
-        # First row of `block_rows` of each head: adding a block id gives a block's row.
-        self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
+        self.head_dim = dim
         if shapes or dim != value_dim:
             self.block_rows = _layers(mixers, num_blocks + 1, block_size, dtype, place)
-            self.addresses = _addresses(self.block_rows)
+            self.address = self._address_layers()
             return
         memory = _zeros(
             (config.num_layers, heads, num_blocks + 1, block_size, 2, dim), dtype, place
         )
         self.data = memory.permute(0, 4, 1, 2, 3, 5)
         self.block_rows = [layer.view(-1, block_size * 2 * dim) for layer in memory]
-        self.addresses = _addresses(self.block_rows)
+        self.address = self._address_layers()
+
+    def _address_layers(self) -> int:
+        """Return the address of an array with the addresses of all layers."""
+        self._addresses = np.array([layer.data_ptr() for layer in self.block_rows], np.int64)
+        return self._addresses.ctypes.data
 
     @torch.inference_mode()
     def zero_blocks(self, block_ids: Sequence[int] | NDArray[np.integer]) -> None:
@@ -99,10 +102,6 @@ def _layers(
         part[:count].view(-1, width)
         for part, count, width in zip(parts, counts, widths, strict=True)
     ]
-
-
-def _addresses(rows: list[Tensor]) -> NDArray[np.int64]:
-    return np.array([layer.data_ptr() for layer in rows], np.int64)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -76,7 +76,8 @@ static void add_pending_sums(const pass *p, long row) {
     float *x = p->residual + row * p->hidden_stride, *normed = p->partial + row * hidden;
     const float *sums = p->sums + row * hidden;
     if (p->pending->after.kind) norm_row(&p->pending->after, sums, hidden, normed), sums = normed;
-    for (long k = 0; k < hidden; k++) x[k] += p->pending->scale * sums[k];
+    const float scale = p->pending->scale;
+    for (long k = 0; k < hidden; k++) x[k] += scale * sums[k];
 }
 
 static void save_state(const pass *p, long state, long row, const float *x) {

@@ -31,8 +31,8 @@ def struct(name: str) -> Any:
     for declaration in filter(None, map(str.strip, _bodies()[name].split(";"))):
         is_constant = declaration.startswith("const ")
         kind, names = declaration.replace("const ", "").split(maxsplit=1)
-        for each in names.split(","):
-            members.append((each.strip(" *"), _type(kind, "*" in each, is_constant)))
+        for member in names.split(","):
+            members.append((member.strip(" *"), _type(kind, "*" in member, is_constant)))
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
 

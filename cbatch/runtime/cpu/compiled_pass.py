@@ -146,7 +146,7 @@ class CompiledDecoder:
             query_lens.ctypes.data,
             context_lens.ctypes.data,
             tables.ctypes.data,
-            kv.addresses.ctypes.data,
+            kv.address,
             logits.data_ptr(),
             self._work_address(max(rows, num_logits), threads),
             None if progress is None else progress.ctypes.data,

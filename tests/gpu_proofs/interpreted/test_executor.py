@@ -136,8 +136,9 @@ def test_sampled_and_shaped_requests(stream: Stream, depth: int) -> None:
 @pytest.mark.usefixtures("bare_stream")
 def test_all_kernels_together() -> None:
     """No kernel is replaced: a window, norms of queries and keys, biases, keys in two splits."""
-    more: dict[str, Any] = {"sliding_window": (None, 5), "qk_norm": True, "num_kv_heads": 1}
-    biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
+    more: dict[str, Any] = {"model_type": "qwen3", "num_key_value_heads": 1}
+    more |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    biases = {"attention_bias": True, "mlp_bias": True}
     rejection = {"temperature": 0.7, "verification": "rejection"}
     requests = [
         make_request("greedy", range(5, 19), max_tokens=4),

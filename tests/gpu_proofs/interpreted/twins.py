@@ -54,6 +54,7 @@ class Pair:
         self, *, seed: int = 1, noise: float = 0.0, poison: int | None = None, **changes: Any
     ) -> None:
         config: ModelConfig = tiny_config(head_dim=16, **changes)
+        config = config.with_feed_forwards(bias=changes.get("mlp_bias", False))
         source = NoisyWeights(seed, noise, poison)
         self.config = config
         self.model = Model(config, source, torch.float32, "fast")
