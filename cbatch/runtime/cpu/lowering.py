@@ -48,8 +48,7 @@ def norm_before(norm: Norm | None, linear: Linear) -> Any:
 def lower_layers(layers: Sequence[Layer[Linear]], max_tokens: int) -> Any:
     """Return an array of the layers' structs, without `cos_sin`. A window of `max_tokens`, the
     context length, has no effect."""
-    lowered = (struct("layer") * len(layers))(*(_layer(layer, max_tokens) for layer in layers))
-    return lowered
+    return (struct("layer") * len(layers))(*(_layer(layer, max_tokens) for layer in layers))
 
 
 def _branch(branch: Branch, before: Any, after: Tensor | None) -> Any:

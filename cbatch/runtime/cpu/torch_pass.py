@@ -163,7 +163,7 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 def _joined(branch: Branch, output: Tensor, weight: Tensor | None) -> Tensor:
     """Return what is added to the residual stream."""
-    if branch.out_norm is not None:
+    if weight is not None:
         output = _normed(output, branch.out_norm) * weight
     return output * branch.out_scale
 
