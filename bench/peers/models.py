@@ -260,32 +260,33 @@ def write_directory(file: Path, directory: Path) -> None:
 
 
 def _config_fields(c: ModelConfig) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": c.rope.type, "rope_theta": c.rope.theta}
-    if c.rope.divisors:  # Llama 3's scaling, for which a GGUF file has no other form
-        rope |= {"rope_type": "llama3", "factor": max(c.rope.divisors), "low_freq_factor": 1.0}
+    m = c.attention
+    rope: dict[str, Any] = {"rope_type": m.rope.type, "rope_theta": m.rope.theta}
+    if m.rope.divisors:  # Llama 3's scaling, for which a GGUF file has no other form
+        rope |= {"rope_type": "llama3", "factor": max(m.rope.divisors), "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    elif c.rope.type != "default":
-        rope |= {"factor": c.rope.factor}
-    if c.rope.type == "yarn":
-        rope |= {"original_max_position_embeddings": c.rope.original_max_position_tokens}
+    elif m.rope.type != "default":
+        rope |= {"factor": m.rope.factor}
+    if m.rope.type == "yarn":
+        rope |= {"original_max_position_embeddings": m.rope.original_max_position_tokens}
         for name in ("attention_factor", "beta_fast", "beta_slow"):
-            rope[name] = getattr(c.rope, name)
+            rope[name] = getattr(m.rope, name)
     # With a linear scaling this is the length before scaling.
-    stretched = c.rope.factor if c.rope.type == "linear" else 1
+    stretched = m.rope.factor if m.rope.type == "linear" else 1
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
+        "intermediate_size": c.widest_inner,
         "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
+        "num_attention_heads": m.heads,
+        "num_key_value_heads": m.kv_heads,
+        "head_dim": m.key_dim,
         "max_position_embeddings": round(c.max_position_tokens / stretched),
-        "rms_norm_eps": c.rms_norm_eps,
-        "sliding_window": c.sliding_window[0],
+        "rms_norm_eps": None if c.norm is None else c.norm.eps,
+        "sliding_window": m.window,
         "tie_word_embeddings": c.tie_embeddings,
-        "attention_bias": c.attention_bias,
-        "mlp_bias": c.mlp_bias,
+        "attention_bias": m.bias,
+        "mlp_bias": c.feed_forward.bias,
         "bos_token_id": c.bos_token_id,
         "eos_token_id": list(c.eos_token_ids),
         "rope_parameters": rope,
@@ -341,4 +342,4 @@ def _kv_bytes(model: ModelFormats, sizes: Sizes) -> int:
     """Return bytes of a KV pool that suffices in float32, in whole blocks."""
     blocks = sizes.max_sequences * (-(-sizes.tokens // _VLLM_BLOCK_TOKENS) + 1) + 1
     c = model.config
-    return blocks * _VLLM_BLOCK_TOKENS * c.num_layers * 2 * c.num_kv_heads * c.head_dim * 4
+    return blocks * _VLLM_BLOCK_TOKENS * 4 * sum(layer.mixer.kv_values for layer in c.layers)

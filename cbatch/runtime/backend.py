@@ -142,7 +142,7 @@ class Backend(Protocol):
         ...
 
     def why_not_compiled(self, config: ModelConfig, dtype: str, num_ranks: int) -> str | None:
-        """Return why `Impl` "compiled" cannot compute a model, or None if it can."""
+        """Return why our own pass cannot compute a model that is not like Llama; None if it can."""
         ...
 
     def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:

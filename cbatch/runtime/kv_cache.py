@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.model.config import KVShape, ModelConfig
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Attention
 from cbatch.system.pages import zeros_populated_in_background
 
 _ALIGNMENT_BYTES = 64
@@ -27,8 +28,8 @@ class KVCache:
     `scratch_block`, stays zero; it replaces blocks that a block table does not have.
 
     `block_rows[layer]` is [kv_heads * blocks, values of one head in one block]. If all layers have
-    one shape, with equal dimensions of K and V, there are also views: `data` [layers, 2, kv_heads,
-    blocks, block_size, head_dim], and `token_rows[layer]`, with K and V of one token in each row.
+    one shape, with equal dimensions of K and V, there is also a view: `data` [layers, 2, kv_heads,
+    blocks, block_size, head_dim].
     """
 
     def __init__(
@@ -44,22 +45,27 @@ class KVCache:
                 f"num_blocks and block_size must be positive, got {num_blocks} and {block_size}"
             )
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.scratch_block = num_blocks
-        place, heads = torch.device(device), config.num_kv_heads
-        # First row of `block_rows` of each head: adding a block id gives a block's row.
-        self.head_base = np.arange(heads, dtype=np.int64) * (num_blocks + 1)
+        place, mixers = torch.device(device), [layer.mixer for layer in config.layers]
         # Zeroed, not empty: positions never written are masked, but they must be finite.
-        if config.kv_shapes:
-            self.block_rows = _layers(config.kv_shapes, num_blocks + 1, block_size, dtype, place)
+        shapes = {(mixer.kv_heads, mixer.key_dim, mixer.value_dim) for mixer in mixers}
+        heads, dim, value_dim = shapes.pop() if shapes else (0, 0, 0)
+        self.head_dim = dim
+        if shapes or dim != value_dim:
+            self.block_rows = _layers(mixers, num_blocks + 1, block_size, dtype, place)
+            self.address = self._address_layers()
             return
-        dim = config.head_dim
         memory = _zeros(
             (config.num_layers, heads, num_blocks + 1, block_size, 2, dim), dtype, place
         )
         self.data = memory.permute(0, 4, 1, 2, 3, 5)
         self.block_rows = [layer.view(-1, block_size * 2 * dim) for layer in memory]
-        self.token_rows = [layer.view(-1, 2 * dim) for layer in memory]
+        self.address = self._address_layers()
+
+    def _address_layers(self) -> int:
+        """Return the address of an array with the addresses of all layers."""
+        self._addresses = np.array([layer.data_ptr() for layer in self.block_rows], np.int64)
+        return self._addresses.ctypes.data
 
     @torch.inference_mode()
     def zero_blocks(self, block_ids: Sequence[int] | NDArray[np.integer]) -> None:
@@ -77,21 +83,19 @@ class KVCache:
     @staticmethod
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of one block over all layers."""
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        if config.kv_shapes:
-            per_token = sum(shape.values for shape in config.kv_shapes)
+        per_token = sum(layer.mixer.kv_values for layer in config.layers)
         return per_token * block_size * dtype.itemsize
 
 
 def _layers(
-    shapes: Sequence[KVShape],
+    mixers: Sequence[Attention],
     blocks: int,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    widths = [block_size * (shape.key_dim + shape.value_dim) for shape in shapes]
-    counts = [shape.heads * blocks * width for shape, width in zip(shapes, widths, strict=True)]
+    widths = [block_size * (mixer.key_dim + mixer.value_dim) for mixer in mixers]
+    counts = [each.kv_heads * blocks * width for each, width in zip(mixers, widths, strict=True)]
     steps = [-(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for count in counts]
     parts = _zeros((sum(steps),), dtype, device).split(steps)
     return [

@@ -41,8 +41,8 @@ from bench.peers.models import (
 from bench.report import Failures
 from bench.shapes import SHAPES
 from cbatch.runtime.model.checkpoint import open_checkpoint
-from cbatch.runtime.model.config import RopeConfig
 from cbatch.runtime.model.gguf_file import read_gguf
+from cbatch.runtime.model.records import Rope
 from cbatch.runtime.model.rope import inverse_frequencies
 from tests.gguf_files import F16, F32, Q8_0, convert, write_gguf
 from tests.runtime.hf_models import build
@@ -301,16 +301,19 @@ def test_a_directory_from_a_file_is_the_same_model(
     write_gguf(file, *convert(tmp_path, kind))
     write_directory(file, directory)
     one, other = open_checkpoint(file, "bfloat16"), open_checkpoint(directory)
-    c, plain = one.config, RopeConfig(theta=one.config.rope.theta)
-    frequencies, expected = (inverse_frequencies(x.config.rope, c.head_dim) for x in (one, other))
+    c, m = one.config, one.config.attention
+    plain = Rope(theta=m.rope.theta)
+    frequencies, expected = (
+        inverse_frequencies(x.config.attention.rope, m.key_dim) for x in (one, other)
+    )
     assert torch.allclose(frequencies, expected, rtol=1e-5)
-    assert not torch.equal(frequencies, inverse_frequencies(plain, c.head_dim))
-    assert msgspec.structs.replace(other.config, rope=plain) == msgspec.structs.replace(
-        c, rope=plain, torch_dtype="bfloat16"
+    assert torch.equal(frequencies, inverse_frequencies(plain, m.key_dim)) == (rope == "default")
+    assert other.config.with_mixers(rope=plain) == msgspec.structs.replace(
+        c.with_mixers(rope=plain), torch_dtype="bfloat16"
     )
     for name, shape in (
         ("model.embed_tokens.weight", (c.vocab_size, c.hidden_size)),
-        ("model.layers.1.self_attn.q_proj.weight", (c.num_heads * c.head_dim, c.hidden_size)),
+        ("model.layers.1.self_attn.q_proj.weight", (m.heads * m.key_dim, c.hidden_size)),
         ("model.norm.weight", (c.hidden_size,)),
     ):
         assert torch.equal(one.weights.get(name, shape), other.weights.get(name, shape))

@@ -96,7 +96,8 @@ def test_the_reading_of_a_head_that_agrees_significantly_more_is_used():
     """The file does not state whether the residual is normed, and the first reading is wrong."""
     target = load_model(TARGET)
     right = read_head(demo_head(), target.config)[0]
-    wrong = structs.replace(right, norm_before_residual=True)
+    pair = structs.replace(right.layer.input, normed_residual=True)
+    wrong = structs.replace(right, layer=structs.replace(right.layer, input=pair))
     weights = HeadWeights.of(demo_head())
     rows = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
     heads = [EagleHead(each, weights, target, rows) for each in (wrong, right)]

@@ -32,7 +32,7 @@ from cbatch.runtime.gpu.memory import kv_dtype_of
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.gguf_file import GgufTensor
-from cbatch.runtime.model.head_config import HeadConfig
+from cbatch.runtime.model.head_config import HeadConfig, head_layer
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.text import TextTokenizer
 from tests.runtime.blocks import stored_matrix
@@ -161,8 +161,10 @@ def draft_of(size: Size, target: Decoder) -> Decoder | GpuHead | None:
 
 
 def head_of(kind: Any, target: Decoder, shape: ModelConfig, weights: Any) -> GpuHead:
-    reads, layers = target.config.num_layers, int(kind != "medusa")
-    layer = structs.replace(shape, num_layers=layers, sliding_window=(None,) * layers)
+    reads, layers = target.config.num_layers, shape.layers[: int(kind != "medusa")]
+    layer = structs.replace(shape, layers=layers)
+    if kind != "medusa":
+        layer = head_layer(layer, kind).with_mixers(window=None)
     config = HeadConfig(
         kind=kind,
         layer=layer,

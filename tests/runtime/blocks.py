@@ -29,11 +29,11 @@ def stored_matrix(config: ModelConfig, name: str) -> GgufTensor | None:
     """
     if not name.endswith("proj.weight"):
         return None
-    c, place = config, name.split(".")[-2]
-    width = c.num_heads * c.head_dim
+    c, m, place = config, config.attention, name.split(".")[-2]
+    width = m.heads * m.key_dim
     sizes = {"q_proj": (width, c.hidden_size), "o_proj": (c.hidden_size, width)}
-    sizes |= dict.fromkeys(("k_proj", "v_proj"), (c.num_kv_heads * c.head_dim, c.hidden_size))
-    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (c.intermediate_size, c.hidden_size))
-    sizes["down_proj"] = (c.hidden_size, c.intermediate_size)
+    sizes |= dict.fromkeys(("k_proj", "v_proj"), (m.kv_heads * m.key_dim, c.hidden_size))
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (c.widest_inner, c.hidden_size))
+    sizes["down_proj"] = (c.hidden_size, c.widest_inner)
     kind = {"q_proj": "Q4_1", "o_proj": "Q8_0"}.get(place, "Q4_0")
     return stored(kind, *sizes[place], seed=len(name) + ord(place[0]))

@@ -52,10 +52,10 @@ static char *panels_for(int type, long out, long in, long threads) {
     return panels;
 }
 
-static linear linear_of(int type, long out, long in, const float *bias, const float *scale) {
+static linear linear_of(int type, long out, long in, const float *bias) {
     segment *part = room(sizeof *part);
     *part = (segment){panels_for(type, out, in, 1 + below(2)), out, out, out, 0, type};
-    return (linear){part, scale, bias, 1, in};
+    return (linear){part, bias, 1, in};
 }
 
 static void let_go(linear *of) { free((void *)of->parts->panels), free((void *)of->parts); }
@@ -65,8 +65,8 @@ static void products(void) {
     for (long t = 0; t < TYPES; t++)
         for (long o = 0; o < 4; o++) {
             const long out = outs[o], in = in_blocks(types[t]) ? 256 * (1 + o % 2) : 5 + 31 * o;
-            float *bias = floats(out), *scale = floats(in);
-            linear by = linear_of(types[t], out, in, below(2) ? bias : 0, below(2) ? scale : 0);
+            float *bias = floats(out);
+            linear by = linear_of(types[t], out, in, below(2) ? bias : 0);
             for (long i = 0; i < 5; i++) {
                 const long rows = 1 + below(below(4) ? 2 * ROWS + 1 : 33);
                 float *x = below(4) ? floats(rows * in) : bits(rows * in * 4);
@@ -74,7 +74,7 @@ static void products(void) {
                 if (product(&by, x, y, rows, out, 1 + below(3))) abort();
                 free(x), free(y);
             }
-            let_go(&by), free(bias), free(scale);
+            let_go(&by), free(bias);
         }
 }
 
@@ -108,58 +108,73 @@ typedef struct {
 static float *held(made *m, long count) { return m->held[m->num_held++] = floats(count); }
 
 // Replaces the last layer's feed-forward by experts.
-static void mix_last(made *m, int type, const float *norm) {
-    const long hidden = m->model.hidden, width = m->model.inner, shared = below(2);
-    layer *l = m->layers + 1;
+static void mix_last(made *m, int type, const float *weight) {
+    feed_forward *f = &m->layers[1].forward;
+    const long hidden = m->model.hidden, width = f->inner, shared = below(2);
     for (long e = 0; e < EXPERTS; e++) {
-        m->up[e] = linear_of(type, 2 * width, hidden, 0, 0);
-        m->down[e] = linear_of(type, hidden, width, 0, 0);
+        m->up[e] = linear_of(type, 2 * width, hidden, 0);
+        m->down[e] = linear_of(type, hidden, width, 0);
     }
     m->experts = (mixture){m->up, m->down, EXPERTS - shared, 1 + below(EXPERTS - shared), shared,
                            below(2), below(3), 1.5f, 1.7f};
-    let_go(&l->gate_up), let_go(&l->down);
-    l->gate_up = linear_of(F32, EXPERTS, hidden, 0, norm), l->down = (linear){0};
-    l->experts = &m->experts;
+    let_go(&f->gate_up), let_go(&f->down);
+    f->gate_up = linear_of(F32, EXPERTS, hidden, 0), f->down = (linear){0};
+    f->joins.before = (norm){weight, 1e-5f, RMS_NORM}, f->joins.adds_later = 1;
+    f->experts = &m->experts;
 }
 
-// Sets flags that Llama does not use, at random.
-static void vary(made *m, int type, const float *norm) {
+// Sets at random what Llama does not use.
+static void vary(made *m, int type, const float *weight) {
     decoder *d = &m->model;
-    d->centred = below(2), d->plain = below(2), d->whole_heads = below(2), d->parallel = !below(3);
-    d->gating = below(2) ? RELU_SQUARED : below(3), d->scale = 0.3f, d->cap = below(2) ? 2 : 0;
-    d->logit_cap = below(2) ? 2 : 0, d->embedding_scale = 3, d->adds_later = !d->parallel;
-    if (d->parallel) return;
-    d->residual_scale = 0.5f;
+    const long parallel = !below(3);
+    d->logit_cap = below(2) ? 2 : 0, d->embedding_scale = 3;
     for (long i = 0; i < 2; i++) {
-        m->layers[i].after_attention = below(2) ? norm : 0;
-        m->layers[i].after_forward = below(2) ? norm : 0;
-        m->layers[i].sinks = below(2) ? held(m, d->kv_heads * d->group) : 0;
+        attention *a = &m->layers[i].mixer;
+        feed_forward *f = &m->layers[i].forward;
+        m->layers[i].parallel = parallel;
+        a->joins.before.kind = f->joins.before.kind = below(3);
+        a->qk_norm = below(3), a->cap = below(2) ? 2 : 0;
+        a->sinks = below(2) ? held(m, a->kv_heads * a->group) : 0;
+        f->activation = below(2) ? RELU_SQUARED : below(3);
+        if (parallel) continue;
+        branch *const joins[] = {&a->joins, &f->joins};
+        for (long k = 0; k < 2; k++) {
+            joins[k]->adds_later = below(2);
+            if (!joins[k]->adds_later) continue;
+            joins[k]->after = (norm){weight, 1e-5f, below(3)}, joins[k]->scale = 0.5f;
+        }
     }
-    if (below(2)) mix_last(m, type, norm);
+    if (!parallel && below(2)) mix_last(m, type, weight);
 }
 
 // Makes a decoder with weights of one type. Where it is allowed, sizes are not multiples of LANES.
 static void make(made *m, int type, long dim, long positions) {
     const long heads = 2, group = 1 + below(3), width = in_blocks(type) ? 256 : 6 * dim;
-    const long queries = heads * group * dim, hidden = in_blocks(type) ? 256 : 20 + below(30);
+    const long value_dim = in_blocks(type) || below(2) ? dim : dim / 2;
+    const long queries = heads * group, hidden = in_blocks(type) ? 256 : 20 + below(30);
+    const long fused = heads * ((group + 1) * dim + value_dim), gated = below(3) > 0;
     *m = (made){.num_held = 0};
-    m->model = (decoder){.num_layers = 2, .hidden = hidden, .kv_heads = heads, .group = group,
-                         .dim = dim, .inner = width, .vocab = 3 * LANES + 1, .choices = 3 * LANES + 1,
-                         .kept = below(2) ? 1 : -1, .gated = below(3), .eps = 1e-5f, .scale = 0.3f,
-                         .embedding_scale = 1, .residual_scale = 1};
-    m->model.gated = m->model.gated > 0;
-    float *norm = held(m, hidden), *bias = held(m, queries + 2 * heads * dim);
+    m->model = (decoder){.num_layers = 2, .hidden = hidden, .vocab = 3 * LANES + 1,
+                         .choices = 3 * LANES + 1, .kept = below(2) ? 1 : -1,
+                         .embedding_scale = 1};
+    float *weight = held(m, hidden), *bias = held(m, fused);
     float *qk = held(m, heads * (group + 1) * dim), *cos_sin = held(m, positions * dim);
+    const branch joins = {.before = {weight, 1e-5f, RMS_NORM}, .scale = 1};
     for (long i = 0; i < 2; i++)
-        m->layers[i] = (layer){.qkv = linear_of(type, queries + 2 * heads * dim, hidden, bias, norm),
-                               .out = linear_of(type, hidden, queries, 0, 0),
-                               .gate_up = linear_of(type, (1 + m->model.gated) * width, hidden, 0, norm),
-                               .down = linear_of(type, hidden, width, 0, 0), .qk_weight = qk,
-                               .cos_sin = cos_sin, .window = i ? 5 : positions, .kept = i - 1};
+        m->layers[i] = (layer){
+            .mixer = {.joins = joins, .qkv = linear_of(type, fused, hidden, bias),
+                      .out = linear_of(type, hidden, queries * value_dim, 0), .qk_weight = qk,
+                      .cos_sin = cos_sin, .kv_heads = heads, .group = group, .dim = dim,
+                      .value_dim = value_dim, .window = i ? 5 : positions, .scale = 0.3f,
+                      .qk_norm = below(3), .qk_eps = 1e-5f},
+            .forward = {.joins = joins, .gate_up = linear_of(type, (1 + gated) * width, hidden, 0),
+                        .down = linear_of(type, hidden, width, 0), .inner = width, .gated = gated},
+            .kept = i - 1};
     m->model.layers = m->layers;
-    if (below(3)) vary(m, type, norm);
-    else m->layers[0].qk_weight = 0;
-    m->model.head = linear_of(type, m->model.vocab, hidden, 0, norm);
+    if (below(3)) vary(m, type, weight);
+    lower(m->layers, 2);
+    m->model.head = linear_of(type, m->model.vocab, hidden, 0);
+    m->model.head_norm = joins.before;
     m->model.embedding_type = type;
     m->model.embedding = in_blocks(type) ? m->model.head.parts->panels
                                          : bits(m->model.vocab * hidden * (type == BF16 ? 2 : 4));
@@ -169,9 +184,10 @@ static void unmake(made *m) {
     if (!in_blocks((int)m->model.embedding_type)) free((void *)m->model.embedding);
     for (long i = 0; i < 2; i++) {
         layer *l = m->layers + i;
-        let_go(&l->qkv), let_go(&l->out), let_go(&l->gate_up);
-        if (!l->experts) let_go(&l->down);
-        for (long e = 0; l->experts && e < EXPERTS; e++) let_go(m->up + e), let_go(m->down + e);
+        let_go(&l->mixer.qkv), let_go(&l->mixer.out), let_go(&l->forward.gate_up);
+        if (!l->forward.experts) let_go(&l->forward.down);
+        for (long e = 0; l->forward.experts && e < EXPERTS; e++)
+            let_go(m->up + e), let_go(m->down + e);
     }
     let_go(&m->model.head);
     for (long i = 0; i < m->num_held; i++) free(m->held[i]);
@@ -194,9 +210,11 @@ static void one_pass(const made *m, long query, long before, int half, int wrong
     if (wrong == 2) tables[below(blocks)] = below(2) ? (int32_t)blocks : -1;
     if (wrong == 3) logit_rows[0] = below(2) ? rows : -1;
     if (wrong == 4) contexts[2] += (int32_t)size;
-    const long kv_bytes = 2 * of->kv_heads * blocks * size * 2 * of->dim * (half ? 2 : 4);
+    const attention *l = &of->layers->mixer;
+    const long kv_bytes = l->kv_heads * blocks * size * (l->dim + l->value_dim) * (half ? 2 : 4);
+    char *kv[] = {bits(kv_bytes), bits(kv_bytes)};
     const long max_rows = max_long(rows, num_logit_rows);
-    step s = {tokens, logit_rows, queries, contexts, tables, bits(kv_bytes),
+    step s = {tokens, logit_rows, queries, contexts, tables, kv,
               room((num_logit_rows + 1) * of->vocab * 4), room(memory_bytes(of, max_rows, threads)),
               &progress, 0, room(rows * 2 * of->hidden * 4), rows, 3, width,
               wrong == 3 ? num_logit_rows + 1 : num_logit_rows, blocks, size, half, threads, 2};
@@ -204,7 +222,7 @@ static void one_pass(const made *m, long query, long before, int half, int wrong
     rest();
     if (status != (wrong == 4 ? 2 : wrong)) fprintf(stderr, "%d of %d\n", status, wrong), abort();
     free(tokens), free(logit_rows), free(queries), free(contexts), free(tables);
-    free(s.kv), free(s.logits), free(s.memory), free(s.hidden);
+    free(kv[0]), free(kv[1]), free(s.logits), free(s.memory), free(s.hidden);
 }
 
 static void decoders(void) {
@@ -259,7 +277,7 @@ static void mixtures(void) {
         const long out = 1 + below(50), pairs = rows * choices, stride = rounded(2 * inner, 16) + 16;
         linear up[5], down[5];
         for (long e = 0; e < experts; e++) {
-            up[e] = linear_of(type, 2 * inner, in, 0, 0), down[e] = linear_of(type, out, inner, 0, 0);
+            up[e] = linear_of(type, 2 * inner, in, 0), down[e] = linear_of(type, out, inner, 0);
         }
         int64_t *chosen = room(pairs * 8);
         for (long k = 0; k < pairs; k++) chosen[k] = below(experts + 1);

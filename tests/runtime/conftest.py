@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
+from cbatch.runtime.cpu import layers
 from tests.one_thread import one_thread
 from tests.runtime.marks import has_compiler
 
@@ -13,8 +13,8 @@ __all__ = ["one_thread"]
 
 @pytest.fixture
 def torch_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute passes by operations of torch, also where our own pass is available."""
-    monkeypatch.setattr(CompiledDecoder, "of", lambda *parts: None)
+    """Compute passes by torch, also where our kernels are available."""
+    monkeypatch.setattr(layers, "compiles", lambda dtype: False)
 
 
 @pytest.fixture(params=["compiled", "torch"])

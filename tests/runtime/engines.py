@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -30,8 +31,8 @@ from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.verify import RowsToVerify, Verified, verify
 from cbatch.runtime.drafting.contract import Drafter
-from cbatch.runtime.model.config import ModelConfig, RopeConfig
-from cbatch.runtime.model.shapes import Numerics
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.runtime.sampling.structured import GrammarSource
 from tests.checking.invariants import check_scheduler
@@ -40,26 +41,19 @@ LogitBits = dict[tuple[str, int], bytes]
 VOCAB = 64
 
 
-def tiny_config(vocab_size: int = VOCAB, context: int = 256) -> ModelConfig:
-    return ModelConfig(
-        family="llama",
-        vocab_size=vocab_size,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_tokens=context,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(),
-        sliding_window=(None, None),
-        tie_embeddings=False,
-        attention_bias=False,
-        attention_out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-    )
+def tiny_config(vocab_size: int = VOCAB, context: int = 256, **fields: Any) -> ModelConfig:
+    values = {
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+    }
+    return parse_config(values | fields, Path("config.json"))
 
 
 class NoisyWeights(WeightSource):
@@ -102,8 +96,7 @@ def tiny_model(
 ) -> Model:
     config = tiny_config(vocab_size, context)
     source = NoisyWeights(seed, noise, poison)
-    numerics = Numerics(mode="invariant", may_pack=True)
-    return Model(config, source, dtype, numerics)
+    return Model(config, source, dtype, "invariant")
 
 
 # --- engines -------------------------------------------------------------------------------------

@@ -7,11 +7,6 @@ import platform
 import pytest
 
 from cbatch.runtime.compiled import compiler, find_compiler
-from cbatch.runtime.cpu.products import packing_available
-
-needs_packing = pytest.mark.skipif(
-    not packing_available(), reason="this build of torch has no packed products"
-)
 
 
 def has_compiler() -> bool:

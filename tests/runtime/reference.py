@@ -54,7 +54,7 @@ def next_logits(model: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
 def written_kv(model: Model, kv: KVCache, layer: int, block: int, at: int) -> torch.Tensor:
     """Return K and V of the token at place `at` of a block, as the pass of `model` wrote them: [2,
     kv_heads, head_dim]."""
-    if model.compiled is None:
+    if not model.compiled:
         return kv.data[layer, :, :, block, at]
     size, dim = kv.block_size, kv.head_dim
     own = kv.data[layer, :, :, block].transpose(0, 1).transpose(1, 2).reshape(-1, 2, size * dim)

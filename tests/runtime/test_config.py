@@ -35,15 +35,11 @@ def write(tmp_path: Path, **changes: Any) -> Path:
 
 def test_fields_of_a_plain_config(tmp_path: Path) -> None:
     config = load_config(write(tmp_path))
-    assert (config.family, config.num_layers, config.head_dim, config.group_size) == (
-        "llama",
-        4,
-        8,
-        4,
-    )
+    m = config.attention
+    assert (config.family, config.num_layers, m.key_dim, m.group) == ("llama", 4, 8, 4)
     assert config.eos_token_ids == (2, 7) and config.bos_token_id == 1
-    assert config.torch_dtype == "bfloat16" and config.rope.type == "default"
-    assert config.sliding_window == (None,) * 4 and not config.tie_embeddings
+    assert config.torch_dtype == "bfloat16" and m.rope.type == "default"
+    assert config.windows == (None,) * 4 and not config.tie_embeddings
 
 
 def test_a_file_is_as_good_as_its_directory(tmp_path: Path) -> None:
@@ -58,9 +54,9 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, family: str, rope:
     new = load_config(tmp_path)
     use_old_rope_spelling(tmp_path)
     assert load_config(tmp_path) == new
-    assert new.rope.type == ROPE[rope]["rope_type"]
+    assert new.attention.rope.type == ROPE[rope]["rope_type"]
     if rope == "yarn_mscale":
-        assert 1.0 < new.rope.attention_factor < 1.1
+        assert 1.0 < new.attention.rope.attention_factor < 1.1
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -126,7 +122,7 @@ def test_the_context_of_a_stretched_rope(
 def test_sliding_window_by_layer(
     tmp_path: Path, changes: dict[str, Any], window: tuple[int | None, ...]
 ) -> None:
-    assert load_config(write(tmp_path, **changes)).sliding_window == window
+    assert load_config(write(tmp_path, **changes)).windows == window
 
 
 SLIDING = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}

@@ -18,7 +18,6 @@ from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config_json import load_config
-from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.weight_files import Safetensors
 from tests.runtime.hf_models import build as build_model
 from tests.runtime.hf_models import paged, run_all, tokens_of
@@ -124,18 +123,17 @@ def test_an_order_of_sums_that_depends_on_the_rows_is_noticed(
         monkeypatch.setattr(module, "library", lambda: kernel)
     build_model(tmp_path, "llama")
     config, source_of = load_config(tmp_path), Safetensors(tmp_path)
-    numerics = Numerics(mode="invariant", may_pack=False)
     dtype = torch.bfloat16 if broken == "pairs" else torch.float32
-    model = Model(config, source_of, dtype, numerics)
-    assert model.compiled is not None
+    model = Model(config, source_of, dtype, "invariant")
+    assert model.compiled
     assert probe_batch_invariance(model).forward is (broken == "none")
 
 
 def test_memory_of_logits_is_reused_once_no_reference_remains(tmp_path: Path) -> None:
     """Memory is not reused while any reference to logits, or to a part of them, remains."""
     build_model(tmp_path, "llama", vocab_size=12)
-    decoder = load_model(tmp_path, numerics="invariant").compiled
-    assert decoder is not None
+    decoder = load_model(tmp_path, numerics="invariant")._pass
+    assert isinstance(decoder, decoder_module.CompiledDecoder)
     first = decoder.logits(4)
     address, part = first.data_ptr(), first[1:3]
     del first

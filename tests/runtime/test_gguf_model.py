@@ -49,7 +49,7 @@ def test_a_file_computes_what_its_directory_does(
     build(tmp_path, family, rope, **changes)
     path = as_gguf(tmp_path)
     one, other = open_checkpoint(path).config, open_checkpoint(tmp_path).config
-    for field in ("family", "sliding_window", "max_position_tokens", "tie_embeddings"):
+    for field in ("family", "windows", "max_position_tokens", "tie_embeddings"):
         assert getattr(one, field) == getattr(other, field)
     torch.testing.assert_close(logits(path), logits(tmp_path), rtol=0, atol=1e-4)
 
@@ -57,7 +57,7 @@ def test_a_file_computes_what_its_directory_does(
 def test_llama_3_scales_by_a_tensor(tmp_path: Path) -> None:
     build(tmp_path, "llama", "llama3")
     path = as_gguf(tmp_path)
-    assert open_checkpoint(path).config.rope.divisors[-1] == 8.0
+    assert open_checkpoint(path).config.attention.rope.divisors[-1] == 8.0
     torch.testing.assert_close(logits(path), logits(tmp_path), rtol=0, atol=1e-4)
 
 

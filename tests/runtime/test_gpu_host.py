@@ -187,9 +187,9 @@ def test_a_pool_beyond_the_offsets_of_attention_is_refused(block_size: int, head
     """One block more than the largest pool; the draft's blocks are as many."""
     limit = (2**31 - 1) // (2 * block_size * head_dim) - 1
     config = SchedulerConfig(num_blocks=limit + 1, block_size=block_size, vocab_size=64)
-    wide = structs.replace(tiny_config(), head_dim=head_dim)
+    wide = tiny_config(head_dim=head_dim)
     check_pool(wide, limit, block_size)
-    target, draft = decoder(wide), decoder(structs.replace(wide, head_dim=4))
+    target, draft = decoder(wide), decoder(tiny_config(head_dim=4))
     for models in (GpuModels(target, None, "auto"), GpuModels(draft, target, "auto")):
         with pytest.raises(FieldError, match=f"^num_blocks: .*; give at most {limit}$"):
             models.executor(config, max_drafts=2)

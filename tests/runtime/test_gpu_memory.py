@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
@@ -89,7 +88,7 @@ class Weights(NoisyWeights):
 
 
 def decoder() -> Decoder:
-    config = structs.replace(tiny_config(vocab_size=4000), head_dim=16)
+    config = tiny_config(vocab_size=4000, head_dim=16)
     return Decoder(config, Weights(1), torch.float32, CPU)
 
 

@@ -129,7 +129,7 @@ def test_readings_are_what_frameworks_disagree_about(tmp_path):
     write_head(tmp_path, sglang_fields([0, 1]), eagle3_tensors())
     readings = read_head(tmp_path, config)
     assert [each.hidden_layers for each in readings] == [(1, 2), (0, 1), (1, 2), (0, 1)]
-    assert [each.norm_before_residual for each in readings] == [False, False, True, True]
+    assert [each.normed_residual for each in readings] == [False, False, True, True]
     write_head(tmp_path, eagle3_config(eagle_aux_hidden_state_layer_ids=[0, 2]), eagle3_tensors())
     assert [each.hidden_layers for each in read_head(tmp_path, config)] == [(0, 2)]
     write_head(tmp_path, llama_fields(), eagle1_tensors())

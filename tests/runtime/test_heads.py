@@ -29,7 +29,6 @@ from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.sharding import ShardedWeights, shard_config
 from cbatch.runtime.rank_group import RankGroup
 from cbatch.runtime.sampling import noise
@@ -112,9 +111,6 @@ class Checked:
 
 
 class CheckedEagle(Checked, EagleDrafter):
-    def _is_greedy(self, rows: DraftRows) -> bool:
-        return False
-
     def _logits(self, batch: RaggedBatch, slots: Any) -> Tensor:
         logits = super()._logits(batch, slots)
         self.seen.append(logits.clone())
@@ -215,42 +211,6 @@ def test_the_equations_expose_a_drafter_that_reads_the_wrong_states(broken, tmp_
     )
     assert run.executor.drafter.wrong > 1e-2
     assert run.outputs == run_engine(requests, tiny_model()).outputs
-
-
-class _Watched(EagleDrafter):
-    """A drafter that records its proposals."""
-
-    def __init__(self, head: Any) -> None:
-        super().__init__(head)
-        self.proposed: list[list[list[int]]] = []
-
-    def propose(self, rows: DraftRows) -> Proposal:
-        proposal = super().propose(rows)
-        counts = proposal.num_drafted.tolist()
-        self.proposed.append(
-            [row[:n] for row, n in zip(proposal.tokens.tolist(), counts, strict=True)]
-        )
-        return proposal
-
-
-class _OneByOne(_Watched):
-    def _is_greedy(self, rows: DraftRows) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("make", [eagle3, partial(eagle3, norm_output=True), eagle1])
-def test_drafts_of_one_call_are_those_of_a_pass_each(make, tmp_path, monkeypatch):
-    proposals = []
-    for kind in (_Watched, _OneByOne):
-        requests, settings = hard_life(monkeypatch)
-        target = tiny_model()
-        make(tmp_path)
-        head = load(tmp_path, target)
-        drafter = kind(head)
-        run_engine(requests, target, head, drafting=drafter, **settings)
-        proposals.append(drafter.proposed)
-    assert proposals[0] == proposals[1]
-    assert max(len(drafts) for rows in proposals[0] for drafts in rows) == 4
 
 
 def test_drafts_end_where_their_numbers_break(tmp_path):
@@ -359,8 +319,7 @@ def served(ranks: RankGroup, requests: list[Request], folder: Path | None, **set
     """Run the engine of one rank; all ranks make the same plans."""
     config = tiny_config()
     source = ShardedWeights(NoisyWeights(1), config, ranks.rank, ranks.size)
-    numerics = Numerics(mode="invariant", may_pack=True)
-    target = Model(shard_config(config, ranks.size), source, torch.float32, numerics, ranks)
+    target = Model(shard_config(config, ranks.size), source, torch.float32, "invariant", ranks)
     head = None if folder is None else load(folder, target)
     drafter = None if head is None else drafter_of(head)
     sizes = {"num_blocks": 256, "block_size": 4, "max_num_seqs": 8}

@@ -70,7 +70,7 @@ def run(kind: str, /, **settings: Any) -> Run:
 
 
 @functools.cache
-def plain(kind: str, decoder_pass: str = "compiled") -> Run:
+def plain(kind: str) -> Run:
     return run(kind, max_num_seqs=1, enable_prefix_caching=False)
 
 
@@ -160,13 +160,6 @@ def check(varied: Run, base: Run, variant: str, *, bits: bool) -> None:
 @pytest.mark.parametrize("kind", DTYPES)
 def test_tokens_and_bits(kind: str, variant: str) -> None:
     check(run(kind, **VARIANTS[variant][0]), plain(kind), variant, bits=kind != "coupled")
-
-
-@pytest.mark.usefixtures("torch_pass")
-@pytest.mark.parametrize("variant", ["together", "k = 2", "tiny chunks", "everything"])
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_passes_by_torch(kind: str, variant: str) -> None:
-    check(run(kind, **VARIANTS[variant][0]), plain(kind, "torch"), variant, bits=True)
 
 
 def test_sampled_tokens_without_drafts() -> None:

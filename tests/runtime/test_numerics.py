@@ -10,20 +10,9 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.compiled import build_name
-from cbatch.runtime.cpu import linear
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
-from cbatch.runtime.cpu.linear import (
-    NO_PADDING,
-    Linear,
-    Machine,
-    ProductPlan,
-    resolve_numerics,
-)
-from cbatch.runtime.cpu.products import Kind, packing_available
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.config_json import load_config
-from cbatch.runtime.model.shapes import weight_shapes
 from tests.runtime.hf_models import build, paged, run_all, step, tokens_of
 from tests.runtime.marks import needs_compiler
 
@@ -38,9 +27,7 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3": ("qwen3", {"head_dim": 128}),
     "one_head": ("llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}),
 }
-pytestmark = pytest.mark.skipif(
-    not packing_available(), reason="no product known to be invariant in this build of torch"
-)
+pytestmark = needs_compiler
 
 
 def loaded(tmp_path: Path, shape: str, dtype: str) -> Model:
@@ -55,7 +42,7 @@ def cache(model: Model, block_size: int = 16) -> KVCache:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str, decoder_pass: str) -> None:
+def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str) -> None:
     """Sequences are longer than two segments of values (128) and windows (70 and 90); query lengths
     fall on both sides of every cut."""
     model = loaded(tmp_path, shape, dtype)
@@ -65,14 +52,12 @@ def test_chunks_and_blocks(tmp_path: Path, shape: str, dtype: str, decoder_pass:
     sizes = [([301], ()), ([1], few), ([33, 5, 8], ()), ([129, 31, 32], ()), ([64, 1, 17], ())]
     for seed, (chunks, firsts) in enumerate(sizes):
         kv = cache(model)
-        if decoder_pass == "compiled":
-            kv.data[:, :, :, : kv.num_blocks] = float("nan")  # left over from an earlier owner
+        kv.data[:, :, :, : kv.num_blocks] = float("nan")  # left over from an earlier owner
         logits = run_all(model, kv, paged(kv, sequences, seed), chunks, firsts)
         expected = logits if expected is None else expected
         assert torch.equal(logits, expected), f"chunks {chunks}"
 
 
-@pytest.mark.usefixtures("decoder_pass")
 def test_long_contexts_among_short_ones(tmp_path: Path) -> None:
     """Contexts are ragged, so that groups of unequal width are formed and padded."""
     build(tmp_path, "llama", max_position_embeddings=1200)
@@ -89,98 +74,28 @@ def test_long_contexts_among_short_ones(tmp_path: Path) -> None:
         assert torch.equal(step(model, kv, [(row, 1)])[0], logits)
 
 
-@pytest.mark.usefixtures("decoder_pass")
 def test_the_probe_says_yes(tmp_path: Path) -> None:
-    model = loaded(tmp_path, "llama", "float32")
-    report = probe_batch_invariance(model)
-    computes = model.head.plan.kind.value
-    kernels = f"; kernels: {build_name()}" if computes == "compiled" else ""
-    line = f"batch_invariant: yes (numerics=invariant; products: {computes}{kernels})"
+    report = probe_batch_invariance(loaded(tmp_path, "llama", "float32"))
+    line = f"batch_invariant: yes (numerics=invariant; products: compiled; kernels: {build_name()})"
     assert report.batch_invariant and str(report) == line
-    assert set(report.shapes) == set(weight_shapes(model.config))
-
-
-class _Fickle(Linear):
-    """A product that rounds differently when it has one row."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = super().__call__(x)
-        return y if len(x) > 1 else y * (1 + 2.0**-22)
 
 
 @pytest.mark.usefixtures("torch_pass")
-def test_the_probe_catches_a_product_that_differs_by_row_count(tmp_path: Path) -> None:
-    model = loaded(tmp_path, "llama", "float32")
-    weight = torch.randn(model.layers[1].down.shape)
-    model.layers[1].down = _Fickle(weight, None, None, ProductPlan(Kind.NATIVE, NO_PADDING, True))
-    model.layers[0].down = model.layers[2].down = model.layers[1].down
-    report = probe_batch_invariance(model)
-    shape = model.layers[1].down.shape
-    assert not report.batch_invariant and not report.forward and not report.shapes[shape]
-    assert "batch_invariant: no" in str(report) and f"{shape[0]}x{shape[1]}" in str(report)
+def test_torch_promises_nothing(tmp_path: Path) -> None:
+    report = probe_batch_invariance(loaded(tmp_path, "llama", "float32"))
+    assert str(report) == "batch_invariant: no (numerics=invariant; products: torch)"
 
 
-@pytest.fixture
-def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every call of a clock an error."""
+def test_no_clock_has_a_say_in_what_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(tmp_path, "llama", "bfloat16")
     for clock in ("perf_counter", "monotonic", "process_time", "thread_time", "time"):
         for name in (clock, f"{clock}_ns"):
             monkeypatch.setattr(time, name, None)
-
-
-NOBODY = Machine(compiles=False, packs=False, bf16=False, tiles=False)
-MACHINES = {
-    "ours": NOBODY._replace(compiles=True, packs=True, bf16=True),
-    "tiles": NOBODY._replace(compiles=True, packs=True, bf16=True, tiles=True),
-    "packed": NOBODY._replace(packs=True),
-    "bare": NOBODY,
-}
-
-
-@needs_compiler
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize(
-    ("mode", "dtype"), [("auto", "float32"), ("invariant", "bfloat16"), ("fast", "bfloat16")]
-)
-def test_no_clock_has_a_say_in_what_computes(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-    machine: str,
-    mode: str,
-    dtype: str,
-) -> None:
-    """On any machine, all modes serve, with odd widths and without."""
-    offered = MACHINES[machine]
-    build(tmp_path, "llama", intermediate_size=47)
-    monkeypatch.setattr(linear, "Machine", lambda **capabilities: offered)
-    request.getfixturevalue("clockless")
-    model = load_model(tmp_path, dtype=dtype, numerics=mode)
-    native = mode == "fast" and machine == "tiles" and dtype == "bfloat16"
-    kind = {"packed": "packed", "bare": "native"}.get(machine, "compiled")
-    products = [linear for layer in model.layers for linear in layer.products()]
-    computing = {product.plan.kind.value for product in (*products, model.head)}
-    assert computing == {"native" if native else kind}
-    if machine != "bare":
-        assert model.numerics == ("invariant" if mode == "auto" else mode)
-    kv = cache(model)
-    logits = run_all(model, kv, paged(kv, [tokens_of(0, 60)]), [50, 1])
-    assert logits.isfinite().all()
-
-
-def test_auto_is_invariant_where_every_product_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build(tmp_path, "llama")
-    config = load_config(tmp_path)
-    invariant = dict.fromkeys(weight_shapes(config), True)
-
-    def plan(shape: tuple[int, int], *where: object, **settings: object) -> ProductPlan:
-        return ProductPlan(Kind.NATIVE, NO_PADDING, invariant[shape])
-
-    monkeypatch.setattr(linear, "make_plan", plan)
-    assert resolve_numerics("auto", config, torch.float32).mode == "invariant"
-    invariant[min(invariant)] = False
-    assert resolve_numerics("auto", config, torch.float32).mode == "fast"
-    for mode in ("invariant", "fast"):
-        assert resolve_numerics(mode, config, torch.float32).mode == mode
+    for mode in ("auto", "invariant", "fast"):
+        model = load_model(tmp_path, dtype="bfloat16", numerics=mode)
+        assert {linear.description for linear in model.linears()} == {"compiled"}
+        kv = cache(model)
+        logits = run_all(model, kv, paged(kv, [tokens_of(0, 60)]), [50, 1])
+        assert logits.isfinite().all()

@@ -21,7 +21,7 @@ from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
 from tests.runtime.hf_models import build, paged, run_all, tokens_of
 from tests.runtime.marks import needs_compiler
-from tests.runtime.test_families import make
+from tests.runtime.test_every_family import make
 
 GROUP, BLOCK = 32, (48, 40)
 UP = "model.layers.1.mlp.up_proj"

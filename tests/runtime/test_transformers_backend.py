@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from cbatch import LLM, Completion, FieldError, SamplingParams
 from cbatch.engine.model_files import choose_impl
@@ -155,7 +156,8 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def widened(*given: Any) -> Any:
         out = register(*given)
-        getattr(given[0], LAYER).window += 2
+        layer = getattr(given[0], LAYER)
+        layer.mixer = structs.replace(layer.mixer, window=layer.mixer.window + 2)
         return out
 
     with monkeypatch.context() as patch:

@@ -23,6 +23,7 @@ FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
 SYMBOLS: tuple[str, ...] = (
     "decode",
     "memory_bytes",
+    "lower",
     "product",
     "lanes",
     "rest",
@@ -30,7 +31,6 @@ SYMBOLS: tuple[str, ...] = (
     "bytes_of_panel",
 )
 SYMBOLS += ("look_up", "choose")
-SYMBOLS += ("fuse", "ingest", "draft", "head_bytes")
 SYMBOLS += ("begin_attention", "end_attention", "attend_layer", "attention_floats")
 SYMBOLS += ("run_experts", "experts_bytes")
 _DIGEST_BYTES = hashlib.sha256().digest_size

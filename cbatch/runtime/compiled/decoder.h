@@ -53,15 +53,20 @@ static float mean(const float *x, long count) {
     return result / count;
 }
 
-// Computes x / sqrt(sum(x^2) + n eps) * scale: RMSNorm, with `scale` its weight times sqrt(n). With
-// `centred`, the mean is subtracted first: LayerNorm. `to` may be x.
-static void norm(const decoder *m, const float *x, const float *scale, float *to) {
-    const float less = m->centred ? mean(x, m->hidden) : 0;
-    if (m->centred)
-        for (long k = 0; k < m->hidden; k++) to[k] = x[k] - less;
-    x = m->centred ? to : x;
-    const float by = 1 / __builtin_sqrtf(squares(x, m->hidden) + m->hidden * m->eps);
-    for (long k = 0; k < m->hidden; k++) to[k] = scale ? x[k] * by * scale[k] : x[k] * by;
+// Norms a row of n floats: x / sqrt(sum(x^2) + n eps) * weight, of the centred x for LayerNorm. `to`
+// may be x.
+static void norm_row(const norm *by, const float *x, long n, float *to) {
+    if (by->kind == NO_NORM) {
+        memmove(to, x, n * 4);
+        return;
+    }
+    const float less = by->kind == LAYER_NORM ? mean(x, n) : 0;
+    if (by->kind == LAYER_NORM)
+        for (long k = 0; k < n; k++) to[k] = x[k] - less;
+    x = by->kind == LAYER_NORM ? to : x;
+    const float factor = 1 / __builtin_sqrtf(squares(x, n) + n * by->eps);
+    const float *weight = by->weight;
+    for (long k = 0; k < n; k++) to[k] = weight ? x[k] * factor * weight[k] : x[k] * factor;
 }
 
 // Adds the pending sums to a row of the residual stream.
@@ -70,8 +75,9 @@ static void add_pending_sums(const pass *p, long row) {
     if (!p->sums_pending) return;
     float *x = p->residual + row * p->hidden_stride, *normed = p->partial + row * hidden;
     const float *sums = p->sums + row * hidden;
-    if (p->after) norm(p->model, sums, p->after, normed), sums = normed;
-    for (long k = 0; k < hidden; k++) x[k] += p->model->residual_scale * sums[k];
+    if (p->pending->after.kind) norm_row(&p->pending->after, sums, hidden, normed), sums = normed;
+    const float scale = p->pending->scale;
+    for (long k = 0; k < hidden; k++) x[k] += scale * sums[k];
 }
 
 static void save_state(const pass *p, long state, long row, const float *x) {
@@ -80,38 +86,34 @@ static void save_state(const pass *p, long state, long row, const float *x) {
         memcpy(p->step->hidden + (row * p->step->num_kept + state) * hidden, x, hidden * 4);
 }
 
-// Norms the residual stream (with `plain`, copies it) for a product, and saves the stream as state
-// `state`. Unless the product reads floats, a normed row is needed only until it is converted.
-static void normalize(pass *p, const linear *to, int plain, long state) {
+// Norms the residual stream for a product, and saves the stream as state `state`. Unless the product
+// reads floats, a normed row is needed only until it is converted.
+static void normalize(pass *p, const linear *to, const norm *by, long state) {
     const int keeps_rows = row_form_of(to) == FLOATS;
     EACH_CLAIMED(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
         float *normed = p->normed + (keeps_rows ? r : p->me.thread) * p->hidden_stride;
         add_pending_sums(p, r);
         save_state(p, state, r, x);
-        if (plain) memcpy(normed, x, p->model->hidden * 4);
-        else norm(p->model, x, to->scale, normed);
+        norm_row(by, x, p->model->hidden, normed);
         convert_input(p, to, normed, r);
     }
     p->sums_pending = 0;
 }
 
-// Builds the input rows of a drafter from tokens and states.
+// Builds the input rows of a draft head from tokens and states.
 static void build_pairs(pass *p, const linear *to) {
     const decoder *m = p->model;
-    const reader *by = m->reader;
-    const long bytes = m->hidden * 4;
+    const pair_input *by = m->pairs;
     EACH_CLAIMED(&p->me, p->rows, r) {
         float *residual = p->residual + r * p->hidden_stride;
         float *token = p->pairs + r * p->pair_stride, *state = token + m->hidden;
         float *embedded = p->normed + r * p->hidden_stride;
         const float *input = p->step->states + r * m->hidden;
         embed_row(m, p->step->tokens[r], embedded);
-        if (by->token_norm) norm(m, embedded, by->token_norm, token);
-        else memcpy(token, embedded, bytes);
-        if (by->state_norm) norm(m, input, by->state_norm, state);
-        else memcpy(state, input, bytes);
-        memcpy(residual, by->normed_residual ? state : input, bytes);
+        norm_row(&by->token, embedded, m->hidden, token);
+        norm_row(&by->state, input, m->hidden, state);
+        memcpy(residual, by->normed_residual ? state : input, m->hidden * 4);
         convert_input(p, to, token, r);
     }
 }
@@ -126,35 +128,34 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
 
 // Norms, rotates and scales `queries` queries and the key of a row and KV head. Stores K and V at
 // place `at` of a block.
-static void rotate_and_store(const pass *p, const layer *l, long queries, float *heads,
+static void rotate_and_store(const pass *p, const attention *l, long queries, float *heads,
                              const float *cos_sin, char *block, long at) {
-    const decoder *m = p->model;
-    const long dim = m->dim, size = p->step->block_size, half = p->step->kv_half;
+    const long dim = l->dim, size = p->step->block_size, half = p->step->kv_half;
     float rotated[dim];
     for (long g = 0; g <= queries; g++) {
         float *x = heads + g * dim;
-        if (l->qk_weight && !m->whole_heads) {
-            const float *weight = l->qk_weight + (g < queries ? g : m->group) * dim;
-            const float by = 1 / __builtin_sqrtf(squares(x, dim) / dim + m->eps);
+        if (l->qk_norm == EACH_HEAD) {
+            const float *weight = l->qk_weight + (g < queries ? g : l->group) * dim;
+            const float by = 1 / __builtin_sqrtf(squares(x, dim) / dim + l->qk_eps);
             for (long d = 0; d < dim; d++) x[d] = x[d] * by * weight[d];
         }
-        rotate(x, cos_sin, g < queries ? m->scale : 1, dim, rotated);
+        rotate(x, cos_sin, g < queries ? l->scale : 1, dim, rotated);
         if (g < queries) memcpy(x, rotated, dim * 4);
     }
-    store_kv(rotated, heads + (queries + 1) * dim, dim, dim, size, at, block, half);
+    store_kv(rotated, heads + (queries + 1) * dim, dim, l->value_dim, size, at, block, half);
 }
 
 // Norms all queries of a row as one vector, and all its keys as another.
-static void norm_whole(const decoder *m, const layer *l, float *heads) {
-    const long queries = m->group * m->dim, normed = queries + m->dim, width = normed + m->dim;
+static void norm_whole(const attention *l, float *heads) {
+    const long queries = l->group * l->dim, normed = queries + l->dim, width = normed + l->value_dim;
     float sums[2] = {0};
-    for (long head = 0; head < m->kv_heads; head++) {
+    for (long head = 0; head < l->kv_heads; head++) {
         sums[0] += squares(heads + head * width, queries);
-        sums[1] += squares(heads + head * width + queries, m->dim);
+        sums[1] += squares(heads + head * width + queries, l->dim);
     }
-    const float by[2] = {1 / __builtin_sqrtf(sums[0] / (m->kv_heads * queries) + m->eps),
-                         1 / __builtin_sqrtf(sums[1] / (m->kv_heads * m->dim) + m->eps)};
-    for (long head = 0; head < m->kv_heads; head++) {
+    const float by[2] = {1 / __builtin_sqrtf(sums[0] / (l->kv_heads * queries) + l->qk_eps),
+                         1 / __builtin_sqrtf(sums[1] / (l->kv_heads * l->dim) + l->qk_eps)};
+    for (long head = 0; head < l->kv_heads; head++) {
         float *x = heads + head * width;
         const float *weight = l->qk_weight + head * normed;
         for (long d = 0; d < normed; d++) x[d] = x[d] * by[d >= queries] * weight[d];
@@ -162,68 +163,71 @@ static void norm_whole(const decoder *m, const layer *l, float *heads) {
 }
 
 // Returns pairs or tiles if products use pairs. Otherwise bits are the same on all processors.
-static enum scoring scoring_of(const pass *p) {
+static enum scoring scoring_of(const pass *p, const attention *l) {
     if (!p->step->kv_half) return AS_FP32;
-    if (row_form_of(&p->model->layers->qkv) != PAIRS) return BF16_AS_FP32;
+    if (row_form_of(&p->model->layers->mixer.qkv) != PAIRS) return BF16_AS_FP32;
 #if defined(__AMX_TILE__)
-    if (fits_tiles(p->model->dim, p->model->dim)) return BY_TILES;
+    if (fits_tiles(l->dim, l->value_dim)) return BY_TILES;
 #endif
+    (void)l;
     return BY_PAIRS;
 }
 
 static char *blocks_of(const pass *p, long layer, long head) {
     const step *s = p->step;
-    const long dim = p->model->dim, bytes = block_bytes_of(s->block_size, dim, dim, scoring_of(p));
-    return s->kv + (layer * p->model->kv_heads + head) * s->blocks * bytes;
+    const attention *l = &p->model->layers[layer].mixer;
+    return s->kv[layer] +
+           head * s->blocks * block_bytes_of(s->block_size, l->dim, l->value_dim, scoring_of(p, l));
 }
 
 static void rotate_and_store_all(pass *p, long index, long queries) {
-    const decoder *m = p->model;
-    const step *s = p->step;
-    const long bytes = block_bytes_of(s->block_size, m->dim, m->dim, scoring_of(p));
+    const attention *l = &p->model->layers[index].mixer;
     EACH_CLAIMED(&p->me, p->rows, r) {
+        const step *s = p->step;
+        const long bytes = block_bytes_of(s->block_size, l->dim, l->value_dim, scoring_of(p, l));
         const long position = p->positions[r], which = position / s->block_size;
         const long block = s->tables[p->sequences[r] * s->table_width + which];
-        const layer *l = m->layers + index;
         float *heads = p->fused + r * p->fused_stride;
-        if (m->whole_heads) norm_whole(m, l, heads);
-        for (long head = 0; head < m->kv_heads; head++)
-            rotate_and_store(p, l, queries, heads + head * (queries + 2) * m->dim,
-                             l->cos_sin + position * m->dim,
+        if (l->qk_norm == ALL_HEADS) norm_whole(l, heads);
+        for (long head = 0; head < l->kv_heads; head++)
+            rotate_and_store(p, l, queries, heads + head * ((queries + 1) * l->dim + l->value_dim),
+                             l->cos_sin + position * l->dim,
                              blocks_of(p, index, head) + block * bytes,
                              position - which * s->block_size);
     }
 }
 
 static void attend_all(pass *p, long index) {
-    const decoder *m = p->model;
-    const step *s = p->step;
+    const attention *l = &p->model->layers[index].mixer;
+    const long width = (l->group + 1) * l->dim + l->value_dim;
     const scratch mine =
-        scratch_at(p->scratches + p->me.thread * p->scratch_size, p->queries, m->dim);
-    for (long i; (i = claim(&p->me, p->num_pieces * m->kv_heads)) >= 0;) {
-        const piece *piece = p->pieces + i / m->kv_heads;
-        const long head = i % m->kv_heads;
-        const layer *l = m->layers + index;
+        scratch_at(p->scratches + p->me.thread * p->scratch_size, queries_of_piece(p->group),
+                   max_long(l->dim, l->value_dim));
+    for (long i; (i = claim(&p->me, p->num_pieces * l->kv_heads)) >= 0;) {
+        const step *s = p->step;
+        const piece *piece = p->pieces + i / l->kv_heads;
+        const long head = i % l->kv_heads;
         const paged kv = {blocks_of(p, index, head), s->tables + piece->sequence * s->table_width,
-                          s->block_size, m->dim, m->dim, l->window, m->first, scoring_of(p)};
+                          s->block_size, l->dim, l->value_dim, l->window, p->model->first,
+                          scoring_of(p, l)};
         const query_rows queries = {
-            p->fused + piece->row * p->fused_stride + head * (m->group + 2) * m->dim,
-            p->attended + piece->row * p->attended_stride + head * m->group * m->dim,
-            piece->rows, m->group, piece->position, p->fused_stride, m->dim, p->attended_stride, 1,
-            m->cap, l->sinks ? l->sinks + head * m->group : 0};
+            p->fused + piece->row * p->fused_stride + head * width,
+            p->attended + piece->row * p->attended_stride + head * l->group * l->value_dim,
+            piece->rows, l->group, piece->position, p->fused_stride, l->dim, p->attended_stride, 1,
+            l->cap, l->sinks ? l->sinks + head * l->group : 0};
         attend(&queries, &kv, &mine);
     }
 }
 
 // Computes inner = silu(gate) * up of gate_up [gate | up], or another activation.
-static void activate(pass *p, const linear *to) {
-    const decoder *m = p->model;
+static void activate(pass *p, const feed_forward *f) {
+    const linear *to = &f->down;
     EACH_CLAIMED(&p->me, p->rows, r) {
         const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + to->in;
         float *inner = p->inner + r * p->inner_stride;
         for (long k = 0; k < to->in; k += LANES) {
-            const vec by = m->gated ? load(up + k) : all(1);
-            store(inner + k, gated(m->gating, load(gate + k), by, 0, 0));
+            const vec by = f->gated ? load(up + k) : all(1);
+            store(inner + k, gated(f->activation, load(gate + k), by, 0, 0));
         }
         convert_input(p, to, inner, r);
     }
@@ -252,50 +256,53 @@ static void convert_attended(pass *p, const linear *to) {
 }
 
 static void multiply(pass *p, const linear *weights, const float *x, long x_stride, float *y,
-                     long y_stride, int add) {
+                     long y_stride) {
     const int floats = row_form_of(weights) == FLOATS;
     const problem args = {.weights = weights, .x = floats ? (const char *)x : p->converted, .y = y,
                           .x_stride = floats ? x_stride * 4 : p->converted_stride,
-                          .y_stride = y_stride, .add = add};
+                          .y_stride = y_stride};
     product_of(&args, p->rows, &p->me);
 }
 
-// Returns the address where `out` and `down` write their sums.
-static float *sums_of(const pass *p) { return p->partial ? p->partial : p->residual; }
-static long sums_stride(const pass *p) {
-    return p->partial ? p->model->hidden : p->hidden_stride;
+// Multiplies by the last product of a branch. Adds the output to the residual stream, or lets it
+// wait in `partial`.
+static void multiply_into(pass *p, const linear *weights, const char *x, long x_stride,
+                          const branch *joins) {
+    const int later = p->split || joins->adds_later;
+    const problem args = {.weights = weights, .x = x, .y = later ? p->partial : p->residual,
+                          .x_stride = x_stride,
+                          .y_stride = later ? p->model->hidden : p->hidden_stride, .add = !later};
+    product_of(&args, p->rows, &p->me);
+    p->sums_pending = later, p->pending = joins;
 }
 
-// Marks the sums of half a layer as pending: normed by `after`, they are still to be added.
-static void defer_sums(pass *p, const float *after) {
-    p->sums_pending = p->partial != 0, p->after = after;
+static void multiply_rows_into(pass *p, const linear *weights, const float *x, long stride,
+                               const branch *joins) {
+    if (row_form_of(weights) == FLOATS)
+        multiply_into(p, weights, (const char *)x, stride * 4, joins);
+    else multiply_into(p, weights, p->converted, p->converted_stride, joins);
 }
 
-// Computes residual += down(silu(gate) * up) of the normed rows, or the output of their experts.
-static void feed_forward(pass *p, const layer *l) {
-    defer_sums(p, l->after_forward);
-    if (l->experts) {
-        multiply(p, &l->gate_up, p->normed, p->hidden_stride, p->gate_up, p->gate_up_stride, 0);
-        expert_job job = {.me = p->me};
-        carve_mixture(&job, l->experts, p->rows, p->model->hidden, p->expert_memory);
-        job.step.x = p->normed, job.step.x_stride = p->hidden_stride, job.step.y = p->partial;
-        mix(&job, l->experts, p->gate_up, p->gate_up_stride);
-        p->me = job.me;
-        return;
-    }
-    if (gated_by_product(p->model, l)) {
-        const problem up = {.weights = &l->gate_up, .x = p->converted, .gated = p->gated,
+// Computes the feed-forward of the normed rows, or the output of their experts.
+static void run_forward(pass *p, const feed_forward *f) {
+    if (f->gates_in_product) {
+        const problem up = {.weights = &f->gate_up, .x = p->converted, .gated = p->gated,
                             .x_stride = p->converted_stride, .gated_stride = p->gated_stride};
         product_of(&up, p->rows, &p->me);
-        const problem down = {.weights = &l->down, .x = p->gated, .y = sums_of(p),
-                              .x_stride = p->gated_stride, .y_stride = sums_stride(p),
-                              .add = !p->partial};
-        product_of(&down, p->rows, &p->me);
+        multiply_into(p, &f->down, p->gated, p->gated_stride, &f->joins);
         return;
     }
-    multiply(p, &l->gate_up, p->normed, p->hidden_stride, p->gate_up, p->gate_up_stride, 0);
-    activate(p, &l->down);
-    multiply(p, &l->down, p->inner, p->inner_stride, sums_of(p), sums_stride(p), !p->partial);
+    multiply(p, &f->gate_up, p->normed, p->hidden_stride, p->gate_up, p->gate_up_stride);
+    if (f->experts) {
+        expert_job job = {.me = p->me};
+        carve_mixture(&job, f->experts, p->rows, p->model->hidden, p->expert_memory);
+        job.step.x = p->normed, job.step.x_stride = p->hidden_stride, job.step.y = p->partial;
+        mix(&job, f->experts, p->gate_up, p->gate_up_stride);
+        p->me = job.me, p->sums_pending = 1, p->pending = &f->joins;
+        return;
+    }
+    activate(p, f);
+    multiply_rows_into(p, &f->down, p->inner, p->inner_stride, &f->joins);
 }
 
 static void save_all_states(pass *p) {
@@ -306,33 +313,33 @@ static void save_all_states(pass *p) {
     p->sums_pending = 0;
 }
 
-// Builds the rows of a drafter's first layer. Returns nonzero if its qkv reads [token | state].
+// Computes the first layer's input from tokens and states. Returns nonzero if its qkv reads [token |
+// state].
 static int read_states(pass *p) {
-    const reader *by = p->model->reader;
+    const pair_input *by = p->model->pairs;
     const linear *input_layer = by->input_layer.num_parts ? &by->input_layer : 0;
     const linear *kv = !p->num_logit_rows && by->only_kv.num_parts ? &by->only_kv : 0;
-    build_pairs(p, input_layer ? input_layer : kv ? kv : &p->model->layers->qkv);
+    build_pairs(p, input_layer ? input_layer : kv ? kv : &p->model->layers->mixer.qkv);
     if (!input_layer) return 1;
-    multiply(p, input_layer, p->pairs, p->pair_stride, p->residual, p->hidden_stride, 0);
+    multiply(p, input_layer, p->pairs, p->pair_stride, p->residual, p->hidden_stride);
     return 0;
 }
 
-// Computes queries, K and V of a layer; only K and V in a drafter's pass without logits.
+// Computes queries, K and V of a layer; only K and V in a draft head's pass without logits.
 static void project(pass *p, long index, int pairs) {
-    const decoder *m = p->model;
-    const layer *l = m->layers + index;
-    const reader *by = index ? 0 : m->reader;
+    const layer *l = p->model->layers + index;
+    const pair_input *by = index ? 0 : p->model->pairs;
     const int kv_only = by && !p->num_logit_rows && by->only_kv.num_parts;
-    const linear *qkv = kv_only ? &by->only_kv : &l->qkv;
-    if (pairs) multiply(p, qkv, p->pairs, p->pair_stride, p->fused, p->fused_stride, 0);
+    const linear *qkv = kv_only ? &by->only_kv : &l->mixer.qkv;
+    if (pairs) multiply(p, qkv, p->pairs, p->pair_stride, p->fused, p->fused_stride);
     else {
-        normalize(p, qkv, m->plain || (by && by->plain_in), l->kept);
-        multiply(p, qkv, p->normed, p->hidden_stride, p->fused, p->fused_stride, 0);
+        normalize(p, qkv, &l->mixer.joins.before, l->kept);
+        multiply(p, qkv, p->normed, p->hidden_stride, p->fused, p->fused_stride);
     }
-    rotate_and_store_all(p, index, kv_only ? 0 : m->group);
+    rotate_and_store_all(p, index, kv_only ? 0 : l->mixer.group);
 }
 
-static int saves_all_states(const pass *p) { return p->model->kept >= 0 && !p->model->reader; }
+static int saves_all_states(const pass *p) { return p->model->kept >= 0 && !p->model->pairs; }
 
 // Computes what follows the last layer: the kept output, the final norm, and the logits.
 static void finish(pass *p) {
@@ -342,8 +349,8 @@ static void finish(pass *p) {
         if (!p->num_logit_rows) return;
         select_logit_rows(p);
     }
-    normalize(p, &m->head, m->reader && m->reader->plain_out, m->reader ? m->kept : -1);
-    multiply(p, &m->head, p->normed, p->hidden_stride, p->logits, m->choices, 0);
+    normalize(p, &m->head, &m->head_norm, m->pairs ? m->kept : -1);
+    multiply(p, &m->head, p->normed, p->hidden_stride, p->logits, m->choices);
     if (!m->logit_cap) return;
     const long pieces = (m->choices + SOFTCAP_LOGITS - 1) / SOFTCAP_LOGITS;
     EACH_CLAIMED(&p->me, p->rows * pieces, i) {
@@ -359,24 +366,26 @@ static int first_half(pass *p, long i) {
     const long last = m->num_layers - 1;
     const layer *l = m->layers + i;
     int pairs = 0;
-    if (!i && m->reader) pairs = read_states(p);
+    if (!i && m->pairs) pairs = read_states(p);
     else if (!i) embed(p);
     project(p, i, pairs);
     if (i == last && !p->num_logit_rows && !saves_all_states(p)) return 0;
-    if (m->parallel) normalize(p, &l->gate_up, 0, -1), feed_forward(p, l);
+    if (l->parallel) {
+        normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1);
+        run_forward(p, &l->forward);
+    }
     attend_all(p, i);
     if (i == last && !saves_all_states(p)) select_logit_rows(p);
-    convert_attended(p, &l->out);
-    multiply(p, &l->out, p->attended, p->attended_stride, sums_of(p), sums_stride(p), !p->partial);
-    defer_sums(p, l->after_attention);
+    convert_attended(p, &l->mixer.out);
+    multiply_rows_into(p, &l->mixer.out, p->attended, p->attended_stride, &l->mixer.joins);
     return 1;
 }
 
 // Runs the rest of the layer, up to its down projection.
 static void second_half(pass *p, const layer *l) {
-    if (p->model->parallel) return;
-    normalize(p, &l->gate_up, p->model->plain, -1);
-    feed_forward(p, l);
+    if (l->parallel) return;
+    normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1);
+    run_forward(p, &l->forward);
 }
 
 // Runs the whole pass or a part of it; every thread of the team calls this. A late thread may run
@@ -405,11 +414,12 @@ int decode(const decoder *model, const step *step) {
     pass p = {.me.progress = step->progress, .model = model, .step = step};
     p.rows = step->rows, p.num_logit_rows = step->num_logit_rows, p.logits = step->logits;
     carve(&p, step->memory, max_long(step->rows, step->num_logit_rows), step->threads);
-    if (!model->adds_later) p.partial = 0;
     p.sums = p.partial;
     if (step->partial) {
         p.partial = step->partial, p.sums = step->sums, p.part = step->part;
         p.split = 1, p.sums_pending = step->part > 0;
+        p.pending = step->part % 2 ? &model->layers[step->part / 2].mixer.joins
+                                   : &model->layers[max_long(step->part / 2 - 1, 0)].forward.joins;
     }
     const int wrong = plan(&p);
     if (wrong) return wrong;

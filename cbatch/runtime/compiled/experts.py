@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import POINTER, c_float, c_long, c_void_p
-from typing import NamedTuple
+from ctypes import POINTER, c_long
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.product import MAX_LANES, CompiledProduct, LinearStruct
-from cbatch.runtime.compiled.structs import fields
+from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.compiled.threads import num_threads
-from cbatch.runtime.model.config import Experts
+from cbatch.runtime.model.records import Experts
 
 _ALIGNMENT_BYTES = 64
 _SINGLE_THREAD_BELOW = 1 << 18  # multiplications below which one thread is faster
@@ -44,26 +43,7 @@ class Gate(NamedTuple):
     function: Callable[[Tensor], Tensor] | None = None
 
 
-class _Step(ctypes.Structure):
-    """`expert_step` of experts.h."""
-
-    _fields_ = [
-        *fields(POINTER(LinearStruct), "gate_up down"),
-        *fields(c_void_p, "x weights inner chosen gate_up_out y memory"),
-        *fields(c_long, "experts rows choices x_stride gate_up_out_stride columns gating"),
-        *fields(c_long, "parts threads"),
-        *fields(c_float, "limit alpha"),
-    ]
-
-
-class MixtureStruct(ctypes.Structure):
-    """`mixture` of experts.h."""
-
-    _fields_ = [
-        *fields(POINTER(LinearStruct), "gate_up down"),
-        *fields(c_long, "experts choices shared normalized gating"),
-        *fields(c_float, "limit alpha"),
-    ]
+_Step, MixtureStruct = struct("expert_step"), struct("mixture")  # of experts.h
 
 
 class CompiledExperts:
@@ -114,7 +94,7 @@ class CompiledExperts:
         gate_up, down = self._products
         return [*gate_up, *down]
 
-    def mixture(self, experts: Experts) -> MixtureStruct:
+    def mixture(self, experts: Experts) -> Any:
         """Return the struct of a layer for the whole pass. Experts after the first `experts.count`
         are shared."""
         shared = self.num_experts - experts.count
@@ -174,7 +154,7 @@ class CompiledExperts:
         work = pairs * (self._gate_up_width * self._columns + self._out * self._inner)
         return 1 if work < _SINGLE_THREAD_BELOW else num_threads()
 
-    def _call(self, step: _Step, parts: int) -> int:
+    def _call(self, step: Any, parts: int) -> int:
         """Run parts 1, 2 or both (3), see experts.h; return the number of (row, expert) pairs."""
         step.parts = parts
         pairs = int(self._run(step))

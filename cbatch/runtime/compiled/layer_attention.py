@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, c_float, c_long, c_void_p
+from ctypes import POINTER, c_long
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
-from cbatch.runtime.compiled.structs import fields
+from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
@@ -22,26 +21,7 @@ _NO_WINDOW = 1 << 40  # tokens: longer than any context
 _WRONG = "block_tables: too short for the context, or with a block that is not in the cache"
 
 
-class AttendedStepStruct(ctypes.Structure):
-    """`attention_step` of layer_attention.h."""
-
-    _fields_ = [
-        *fields(c_void_p, "query_lens context_lens tables"),
-        *fields(c_long, "rows sequences table_width blocks block_size"),
-        *fields(c_void_p, "row_sequences row_positions pieces scratches"),
-        *fields(c_long, "scratch_size threads"),
-    ]
-
-
-class LayerStruct(ctypes.Structure):
-    """`attention_layer` of layer_attention.h."""
-
-    _fields_ = [
-        *fields(c_void_p, "blocks queries keys values sinks out"),
-        *fields(c_long, "query_row query_head key_row key_head value_row value_head"),
-        *fields(c_long, "kv_heads group dim value_dim window half pairs"),
-        *fields(c_float, "scale cap"),
-    ]
+AttendedStepStruct, LayerStruct = struct("attention_step"), struct("attention_layer")
 
 
 class LayerShape(NamedTuple):
@@ -141,23 +121,21 @@ class CompiledAttention:
         if len(self._numbers) < rows * _NUMBERS_OF_A_ROW:
             self._numbers = np.empty(2 * rows * _NUMBERS_OF_A_ROW, np.int64)
         numbers = self._numbers.ctypes.data
-        struct = AttendedStepStruct(
-            arrays[0].ctypes.data,
-            arrays[1].ctypes.data,
-            tables.ctypes.data,
-            rows,
-            len(arrays[0]),
-            tables.shape[1],
-            num_blocks,
-            block_size,
-            numbers,
-            numbers + 8 * rows,
-            numbers + 16 * rows,
-            None,
-            0,
-            threads,
+        values = AttendedStepStruct(
+            rows=struct("ragged")(
+                *(each.ctypes.data for each in (*arrays, tables)),
+                rows,
+                len(arrays[0]),
+                tables.shape[1],
+                num_blocks,
+                block_size,
+            ),
+            sequences=numbers,
+            positions=numbers + 8 * rows,
+            pieces=numbers + 16 * rows,
+            threads=threads,
         )
-        return AttentionStep(self, struct, (*arrays, tables))
+        return AttentionStep(self, values, (*arrays, tables))
 
     def scratch(self, floats: int, threads: int) -> int:
         """Return the address of working memory: `floats` for each thread."""
@@ -171,10 +149,8 @@ class AttentionStep:
     """A context manager for one step: call `attend` for each layer inside it. Threads stay awake
     between these calls and sleep afterwards."""
 
-    def __init__(
-        self, of: CompiledAttention, struct: AttendedStepStruct, kept_alive: tuple[object, ...]
-    ) -> None:
-        self._of, self.struct, self._kept_alive = of, struct, kept_alive
+    def __init__(self, of: CompiledAttention, values: Any, kept_alive: tuple[object, ...]) -> None:
+        self._of, self.struct, self._kept_alive = of, values, kept_alive
 
     def __enter__(self) -> AttentionStep:
         if self._of.kernel.begin_attention(self.struct):
@@ -206,20 +182,20 @@ class AttentionStep:
         bf16 [kv_heads * num_blocks, block_size * (key_dim + value_dim)]: for each head and block K,
         then V (see paged.h). Raises ValueError for other shapes.
         """
-        shape, struct, step = layer.shape, layer.struct, self.struct
+        shape, call, step = layer.shape, layer.struct, self.struct
         self._point(layer, blocks)
-        queries = _rows(queries, "queries", (shape.heads, step.rows, shape.key_dim))
-        struct.query_head, struct.query_row, _ = queries.stride()
-        struct.queries, struct.keys = queries.data_ptr(), None
+        queries = _rows(queries, "queries", (shape.heads, step.rows.rows, shape.key_dim))
+        call.query_head, call.query_row, _ = queries.stride()
+        call.queries, call.keys = queries.data_ptr(), None
         if keys is not None and values is not None:
-            keys = _rows(keys, "keys", (shape.kv_heads, step.rows, shape.key_dim))
-            values = _rows(values, "values", (shape.kv_heads, step.rows, shape.value_dim))
-            struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-            struct.key_head, struct.key_row, _ = keys.stride()
-            struct.value_head, struct.value_row, _ = values.stride()
-        out = torch.empty(step.rows, shape.heads, shape.value_dim)
-        struct.out = out.data_ptr()
-        self._of.kernel.attend_layer(step, struct)
+            keys = _rows(keys, "keys", (shape.kv_heads, step.rows.rows, shape.key_dim))
+            values = _rows(values, "values", (shape.kv_heads, step.rows.rows, shape.value_dim))
+            call.keys, call.values = keys.data_ptr(), values.data_ptr()
+            call.key_head, call.key_row, _ = keys.stride()
+            call.value_head, call.value_row, _ = values.stride()
+        out = torch.empty(step.rows.rows, shape.heads, shape.value_dim)
+        call.out = out.data_ptr()
+        self._of.kernel.attend_layer(step, call)
         return out
 
     def _point(self, layer: LayerAttention, blocks: Tensor) -> None:
@@ -227,7 +203,7 @@ class AttentionStep:
         ValueError for blocks of another size or type."""
         shape, step = layer.shape, self.struct
         width = shape.key_dim + shape.value_dim
-        size = shape.kv_heads * step.blocks * step.block_size * width
+        size = shape.kv_heads * step.rows.blocks * step.rows.block_size * width
         if blocks.numel() != size or blocks.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"blocks: {blocks.numel()} of {blocks.dtype} for {size} numbers")
         layer.struct.blocks, layer.struct.half = blocks.data_ptr(), blocks.dtype == torch.bfloat16

@@ -1,9 +1,8 @@
 // Entry points: single products, greedy choice, experts, attention. The headers have those of whole
-// passes, heads and lookups.
+// passes and lookups.
 
 #include "decoder.h"
 #include "greedy.h"
-#include "heads.h"
 #include "layer_attention.h"
 #include "lookup.h"
 
@@ -92,25 +91,18 @@ int product(const linear *weights, const float *x, float *y, long rows, long col
             long threads) {
     const long in = weights->in, stride = converted_bytes(in);
     const enum row_form form = row_form_of(weights);
-    float *scaled = weights->scale ? malloc(rows * in * sizeof *scaled) : 0;
     char *converted = form == FLOATS ? 0 : malloc(rows * stride);
-    const int out_of_memory = (weights->scale && !scaled) || (form != FLOATS && !converted);
-    for (long r = 0; r < rows && !out_of_memory; r++) {
-        const float *row = x + r * in;
-        if (scaled) {
-            for (long k = 0; k < in; k++) scaled[r * in + k] = row[k] * weights->scale[k];
-            row = scaled + r * in;
-        }
-        if (converted) convert_row(form, row, in, converted + r * stride);
-    }
+    const int out_of_memory = form != FLOATS && !converted;
+    for (long r = 0; r < rows && converted; r++)
+        convert_row(form, x + r * in, in, converted + r * stride);
     if (!out_of_memory) {
-        const char *input = converted ? converted : (const char *)(scaled ? scaled : x);
+        const char *input = converted ? converted : (const char *)x;
         product_job p = {.args = {weights, input, y, converted ? stride : in * 4, columns},
                          .rows = rows};
         run_job(multiply_all, &p, sizeof p, threads, 1);
         rest();
     }
-    free(scaled), free(converted);
+    free(converted);
     return out_of_memory;
 }
 

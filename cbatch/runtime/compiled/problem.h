@@ -21,11 +21,10 @@ typedef struct {
     int type;
 } segment;
 
-// The weights of a product. `scale` [in] multiplies the columns of x, and `bias` [columns of y] is
-// added; either may be null. All parts take rows in the same form.
+// The weights of a product. `bias` [columns of y] is added unless it is null. All parts take rows in the same form.
 typedef struct {
     const segment *parts;
-    const float *scale, *bias;
+    const float *bias;
     long num_parts, in;
 } linear;
 

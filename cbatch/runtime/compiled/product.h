@@ -1,4 +1,4 @@
-// y = (x * scale) W^T + bias for rows of fp32. W is of fp32, bf16 or a block type (see blocks.h),
+// y = x W^T + bias for rows of fp32. W is of fp32, bf16 or a block type (see blocks.h),
 // in panels of LANES outputs. Panels of fp32 and bf16 have all columns one after another, bf16
 // columns in pairs (the even column in the low half). If the processor multiplies pairs of bf16,
 // rows are rounded to bf16 first.

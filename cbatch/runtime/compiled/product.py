@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from ctypes import POINTER, c_int, c_long, c_void_p
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
+from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
@@ -30,26 +31,7 @@ BLOCK_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12
 BLOCK_TYPES |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
 
 
-class Segment(ctypes.Structure):
-    """`segment` of problem.h."""
-
-    _fields_ = [
-        ("panels", c_void_p),
-        *((name, c_long) for name in ("out", "run", "pitch", "first")),
-        ("type", c_int),
-    ]
-
-
-class LinearStruct(ctypes.Structure):
-    """`linear` of problem.h. It holds addresses; its owner keeps their memory alive."""
-
-    _fields_ = [
-        ("segments", POINTER(Segment)),
-        ("scale", c_void_p),
-        ("bias", c_void_p),
-        ("num_segments", c_long),
-        ("in", c_long),
-    ]
+Segment, LinearStruct = struct("segment"), struct("linear")  # of problem.h
 
 
 class Blocks(NamedTuple):
@@ -73,7 +55,8 @@ class OutputRuns(NamedTuple):
 class CompiledProduct:
     """The product y = (x * in_scale) W^T + bias of fp32 rows x [T, in], contiguous: fp32 [T, out].
 
-    Weights are fp32 or bf16; see `of_blocks` for other types.
+    Weights are fp32 or bf16; see `of_blocks` for other types. `scale` is the part of `in_scale`
+    that is not folded into the weights, or None. A whole pass multiplies its rows by it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> None:
@@ -117,7 +100,7 @@ class CompiledProduct:
         self,
         shape: tuple[int, int],
         panels: list[Tensor],
-        segments: list[Segment],
+        segments: list[Any],
         bias: Tensor | None,
         in_scale: Tensor | None,
         *,
@@ -128,15 +111,9 @@ class CompiledProduct:
         assert kernel is not None
         self.shape, self.panels, self.block_types = shape, panels, block_types
         self._bias = None if bias is None else bias.float().contiguous()
-        self._scale = None if in_scale is None else in_scale.float().contiguous()
+        self.scale = None if in_scale is None else in_scale.float().contiguous()
         self._segments = (Segment * len(segments))(*segments)
-        self.struct = LinearStruct(
-            self._segments,
-            _address(self._scale),
-            _address(self._bias),
-            len(segments),
-            shape[1],
-        )
+        self.struct = LinearStruct(self._segments, address_of(self._bias), len(segments), shape[1])
         self._call = kernel.product
         self._call.argtypes = [POINTER(LinearStruct), c_void_p, c_void_p, c_long, c_long, c_long]
 
@@ -156,6 +133,7 @@ class CompiledProduct:
 
     def __call__(self, x: Tensor, rows: int) -> Tensor:
         out, columns = self.shape
+        x = x if self.scale is None else x * self.scale
         y = x.new_empty(rows, out)
         threads = 1 if rows * out * columns < SINGLE_THREAD_BELOW else num_threads()
         if self._call(self.struct, x.data_ptr(), y.data_ptr(), rows, out, threads):
@@ -223,5 +201,5 @@ def panels_of(weight: Tensor, lanes: int) -> Tensor:
     return panels
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

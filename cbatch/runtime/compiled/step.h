@@ -4,56 +4,82 @@
 #include "experts.h"
 #include "ragged.h"
 
-// qkv gives rows [kv_heads, group + 2, dim]: the queries, K and V of each KV head. These may be
-// null: `qk_weight` [group + 1, dim], or [kv_heads, group + 1, dim] if all heads of a row are
-// normed together; `after_attention` and `after_forward`, norms of the outputs of attention and
-// feed-forward (weights times sqrt(hidden)); `sinks` [kv_heads * group]; and `experts`. With
-// experts, `gate_up` is their router, and there is no `down`. cos_sin [positions, dim / 2, 2]. A
-// row sees the last `window` positions. The layer's input is kept as state number `kept`, unless
-// that is negative.
+// A norm: none, RMSNorm, or LayerNorm, which subtracts the mean. `weight` has weights times sqrt(n),
+// or is null.
+enum norm_kind { NO_NORM, RMS_NORM, LAYER_NORM };
 typedef struct {
-    linear qkv, out, gate_up, down;
-    const float *qk_weight, *after_attention, *after_forward, *sinks, *cos_sin;
+    const float *weight;
+    float eps;
+    long kind;
+} norm;
+
+// A branch of the residual stream: its output is normed by `after`, scaled, and added. Unless
+// `adds_later`, its last product adds the output at once.
+typedef struct {
+    norm before, after;
+    float scale;
+    long adds_later;
+} branch;
+
+// qkv gives rows [kv_heads, (group + 1) * dim + value_dim]: the queries, K and V of each KV head.
+// `qk_weight` is [group + 1, dim] for norms of each head, or [kv_heads, group + 1, dim] if all
+// queries of a row are normed as one vector, and all its keys as another. `sinks` [kv_heads *
+// group] may be null. cos_sin [positions, dim / 2, 2]. A row sees the last `window` positions.
+// Scores are multiplied by `scale` and become cap * tanh(score / cap), unless `cap` is 0.
+enum qk_norm { NO_QK_NORM, EACH_HEAD, ALL_HEADS };
+typedef struct {
+    branch joins;
+    linear qkv, out;
+    const float *qk_weight, *sinks, *cos_sin;
+    long kv_heads, group, dim, value_dim, window, qk_norm;
+    float scale, cap, qk_eps;
+} attention;
+
+// down(activation(gate) * up), or without `gated` down(activation(up)). With experts, `gate_up` is
+// their router, and there is no `down`. With `gates_in_product`, the product of gate and up
+// computes the activation.
+typedef struct {
+    branch joins;
+    linear gate_up, down;
     const mixture *experts;
-    long window, kept;
+    long inner, activation, gated, gates_in_product;
+} feed_forward;
+
+// With `parallel`, both branches have the same input. The layer's input is kept as state number
+// `kept`, unless that is negative.
+typedef struct {
+    attention mixer;
+    feed_forward forward;
+    long parallel, kept;
 } layer;
 
-// The input of a drafter: rows [token | state] of embeddings and hidden states. `token_norm` and
-// `state_norm` are weights times sqrt(hidden), or null: no norm. `input_layer`, if it has parts,
-// maps both to the first layer's input. Otherwise the first qkv reads both; the residual is then
-// the state, normed if `normed_residual`. `only_kv`, rows [kv_heads, 2, dim] of the first qkv, is
-// for passes without logits. With `plain_in` the first layer has no norm before its qkv; with
-// `plain_out` the LM head has no norm.
+// The input of a draft head: rows [token | state] of embeddings and hidden states. `input_layer`,
+// if it has parts, maps both to the first layer's input. Otherwise the first qkv reads both; the
+// residual is then the state, normed if `normed_residual`. `only_kv`, rows [kv_heads, dim +
+// value_dim] of the first qkv, is for passes without logits.
 typedef struct {
     linear input_layer, only_kv;
-    const float *token_norm, *state_norm;
-    long normed_residual, plain_in, plain_out;
-} reader;
+    norm token, state;
+    long normed_residual;
+} pair_input;
 
 // embedding [vocab, hidden]: rows of fp32 or bf16, or panels of a block type. The LM head has
-// `choices` logits. `reader` is null except for drafters. Sequences have no positions before
-// `first`. `kept` is the state number of the last layer's output, for all rows; a drafter keeps
-// only the rows with logits.
-//
-// `centred` norms subtract the mean. With `plain`, layers have no norms before their products. With
-// `parallel`, both halves of a layer have the same input. With `whole_heads`, all queries of a row
-// are normed as one vector, and all its keys as another. Without `gated` the feed-forward has no
-// `up`, only an activation. Scores are multiplied by `scale` and become cap * tanh(score / cap);
-// logits likewise with `logit_cap`. A cap of 0 has no effect. With `adds_later`, the output of half
-// a layer is normed, scaled or a sum of experts before it is added.
+// `choices` logits, capped by `logit_cap` unless that is 0. `pairs` is null except for draft heads.
+// Sequences have no positions before `first`. `kept` is the state number of the last layer's
+// output, for all rows; a draft head keeps only the rows with logits.
 typedef struct {
     const layer *layers;
     linear head;
+    norm head_norm;
     const char *embedding;
-    const reader *reader;
-    long num_layers, hidden, kv_heads, group, dim, inner, vocab, embedding_type, choices, first, kept;
-    long centred, plain, parallel, whole_heads, gating, gated, adds_later;
-    float eps, scale, cap, logit_cap, embedding_scale, residual_scale;
+    const pair_input *pairs;
+    long num_layers, hidden, vocab, embedding_type, choices, first, kept;
+    float logit_cap, embedding_scale;
 } decoder;
 
 // tokens [rows]; query_lens and context_lens [sequences]; tables [sequences, table_width];
-// logit_rows [num_logit_rows]: the rows that need logits; kv [layers, kv_heads, blocks] of blocks
-// as in paged.h; logits [num_logit_rows, choices]. A drafter reads `states` [rows, hidden]. Kept
+// logit_rows [num_logit_rows]: the rows that need logits; kv [layers]: addresses of [kv_heads,
+// blocks] of blocks as in paged.h; logits [num_logit_rows, choices]. A draft head reads `states` [rows, hidden]. Kept
 // states are written to hidden [rows, num_kept, hidden]. `progress` is null, or counted up at least
 // once per layer.
 //
@@ -64,7 +90,7 @@ typedef struct {
 typedef struct {
     const int64_t *tokens, *logit_rows;
     const int32_t *query_lens, *context_lens, *tables;
-    char *kv;
+    char *const *kv;
     float *logits;
     char *memory;  // of `memory_bytes` bytes
     int64_t *progress;
@@ -78,10 +104,10 @@ typedef struct {
 } step;
 
 // The state of a pass, one copy for each thread. Working memory has rows of floats, a stride apart,
-// and rows in the form that the next product reads. The output of half a layer is written to
-// `partial`, unless that is null. While `sums_pending` is set, the residual stream lacks `sums` (of
-// all ranks, or `partial` itself), normed by `after` unless that is null. `split`: this call runs
-// only part `part` of the pass.
+// and rows in the form that the next product reads. The output of a branch that is added later is
+// written to `partial`. While `sums_pending` is set, the residual stream lacks `sums` (of all
+// ranks, or `partial` itself), which join it as `pending` says. `split`: this call runs only part
+// `part` of the pass, and all outputs are added later.
 typedef struct {
     member me;
     const decoder *model;
@@ -90,10 +116,11 @@ typedef struct {
     float *residual, *normed, *fused, *attended, *gate_up, *inner, *logit_residual, *logit_attended;
     float *pairs;
     float *logits, *partial, *scratches;
-    const float *sums, *after;
+    const float *sums;
+    const branch *pending;
     char *expert_memory;
     long pair_stride, hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
-    long converted_stride, gated_stride, scratch_size, queries, num_pieces, rows, num_logit_rows;
+    long converted_stride, gated_stride, scratch_size, group, num_pieces, rows, num_logit_rows;
     long part, split, sums_pending;
     piece *pieces;
     long *positions, *sequences;
@@ -104,15 +131,43 @@ _Static_assert(sizeof(pass) <= MAX_JOB_BYTES, "a pass is handed over whole");
 #define LOOPS_OF_A_LAYER 20  // shared loops of a layer, at most
 #define OTHER_LOOPS 8        // and of the rest of a pass
 
-static int gated_by_product(const decoder *m, const layer *l) {
-    return m->gating == SILU && m->gated && !l->experts && gates(&l->gate_up) &&
-           row_form_of(&l->down) == PAIRS;
+// Decides which steps are fused: the activation with the product before it.
+void lower(layer *layers, long count) {
+    for (long i = 0; i < count; i++) {
+        feed_forward *f = &layers[i].forward;
+        f->gates_in_product = f->activation == SILU && f->gated && !f->experts &&
+                              gates(&f->gate_up) && row_form_of(&f->down) == PAIRS;
+    }
+}
+
+INLINE long row_width(const attention *m) {
+    return m->kv_heads * ((m->group + 1) * m->dim + m->value_dim);
 }
 
 static long carve(pass *p, char *memory, long rows, long threads) {
     const decoder *m = p->model;
-    const long heads = m->kv_heads * m->group * m->dim, width = heads + 2 * m->kv_heads * m->dim;
-    long used = 0;
+    long width = 0, heads = 0, scratch = 0, adds_later = 0, used = 0;
+    long gated = 0, separate = 0, inner = 0, bytes = 0;  // of feed-forwards; of experts
+    p->group = 0;
+    for (long i = 0; i < m->num_layers; i++) p->group = max_long(p->group, m->layers[i].mixer.group);
+    for (long i = 0; i < m->num_layers; i++) {
+        const attention *a = &m->layers[i].mixer;
+        const feed_forward *f = &m->layers[i].forward;
+        width = max_long(width, row_width(a));
+        heads = max_long(heads, a->kv_heads * a->group * a->value_dim);
+        const long dim = max_long(a->dim, a->value_dim);
+        scratch = max_long(scratch, scratch_floats(queries_of_piece(p->group), dim));
+        adds_later |= a->joins.adds_later | f->joins.adds_later;
+        expert_job job;
+        if (f->experts) {
+            separate = max_long(separate, f->experts->experts + 1);
+            bytes = max_long(bytes, carve_mixture(&job, f->experts, rows, m->hidden, 0));
+        } else if (f->gates_in_product) gated = max_long(gated, f->inner);
+        else {
+            separate = max_long(separate, (1 + f->gated) * f->inner);
+            inner = max_long(inner, f->inner);
+        }
+    }
 #define ROWS_OF(to, stride, width) \
     p->stride = rounded(width, LANES) + ROW_PADDING, CARVE(p->to, rows *p->stride, float)
     ROWS_OF(residual, hidden_stride, m->hidden);
@@ -121,27 +176,19 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     ROWS_OF(fused, fused_stride, width);
     ROWS_OF(attended, attended_stride, heads);
     ROWS_OF(logit_attended, attended_stride, heads);
-    long gated = 0, separate = 0, scores = 0, bytes = 0;  // kinds of layers; sizes of experts
-    for (long i = 0; i < m->num_layers; i++) {
-        const mixture *e = m->layers[i].experts;
-        expert_job job;
-        if (!e) *(gated_by_product(m, m->layers + i) ? &gated : &separate) = 1;
-        else scores = e->experts + 1, bytes = carve_mixture(&job, e, rows, m->hidden, 0);
-    }
-    ROWS_OF(gate_up, gate_up_stride, max_long(scores, separate * (1 + m->gated) * m->inner));
-    ROWS_OF(inner, inner_stride, separate * m->inner);
+    ROWS_OF(gate_up, gate_up_stride, separate);
+    ROWS_OF(inner, inner_stride, inner);
     CARVE(p->expert_memory, bytes, char);
-    CARVE(p->partial, m->adds_later ? rows * m->hidden : 0, float);
-    p->gated_stride = converted_bytes(gated * m->inner) + 4 * ROW_PADDING;
+    CARVE(p->partial, adds_later ? rows * m->hidden : 0, float);
+    p->gated_stride = converted_bytes(gated) + 4 * ROW_PADDING;
     CARVE(p->gated, rows *p->gated_stride, char);
-    ROWS_OF(pairs, pair_stride, m->reader ? 2 * m->hidden : 0);
-    p->queries = queries_of_piece(m->group);
-    p->scratch_size = rounded(scratch_floats(p->queries, m->dim), LANES);
+    ROWS_OF(pairs, pair_stride, m->pairs ? 2 * m->hidden : 0);
+    p->scratch_size = rounded(scratch, LANES);
     CARVE(p->scratches, threads *p->scratch_size, float);
     CARVE(p->pieces, rows, piece);
     CARVE(p->positions, rows, long);
     CARVE(p->sequences, rows, long);
-    const long widest = max_long(max_long(m->hidden * (m->reader ? 2 : 1), heads), m->inner);
+    const long widest = max_long(max_long(m->hidden * (m->pairs ? 2 : 1), heads), inner);
     p->converted_stride = converted_bytes(widest) + 4 * ROW_PADDING;
     CARVE(p->converted, rows *p->converted_stride, char);
     return used;
@@ -165,6 +212,6 @@ static int plan(pass *p) {
     const ragged of = {s->query_lens, s->context_lens, s->tables, s->rows,
                        s->sequences, s->table_width, s->blocks, s->block_size};
     if (locate(&of, p->sequences, p->positions)) return 2;
-    p->num_pieces = cut(&of, m->group, p->pieces);
+    p->num_pieces = cut(&of, p->group, p->pieces);
     return 0;
 }

@@ -9,7 +9,6 @@ import torch
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.backend import Impl, LoadRequest, Requirements
-from cbatch.runtime.compiled import compiles
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.drafters.kinds import HEADS
 from cbatch.runtime.cpu.loaded import CpuModels
@@ -17,7 +16,7 @@ from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_mo
 from cbatch.runtime.cpu.transformers_backend.sharing import check_shared
 from cbatch.runtime.drafting.heads.loading import load_heads
 from cbatch.runtime.drafting.heads.trial import take_head
-from cbatch.runtime.model.checkpoint import read_config, resolve_directory, resolve_dtype
+from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.sharding import shard_config
 from cbatch.runtime.rank_group import RankGroup
@@ -51,10 +50,7 @@ class CpuBackend:
     def why_not_compiled(self, config: ModelConfig, dtype: str, num_ranks: int) -> str | None:
         if num_ranks > 1:
             return "cannot be sharded over ranks"
-        resolved = resolve_dtype(dtype, config.torch_dtype)
-        if compiles(resolved):
-            return None
-        return f"needs a C compiler, and float32 or bfloat16, not {resolved}"
+        return None
 
     def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:
         """Set the number of torch's threads. By default a rank has its share of the CPUs, or fewer

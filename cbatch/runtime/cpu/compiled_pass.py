@@ -6,8 +6,8 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, c_float, c_long, c_void_p
-from typing import TYPE_CHECKING, NamedTuple
+from ctypes import POINTER, c_long, c_void_p
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,19 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
-from cbatch.runtime.compiled.experts import Gating, MixtureStruct
-from cbatch.runtime.compiled.product import TYPES, CompiledProduct, LinearStruct
-from cbatch.runtime.compiled.structs import fields
+from cbatch.runtime.compiled.product import TYPES, CompiledProduct
+from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.compiled.threads import num_threads
+from cbatch.runtime.cpu.lowering import lower_layers, lower_pairs, norm_before, product_of
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Experts
 from cbatch.runtime.model.rope import RotaryTable
 
 if TYPE_CHECKING:
     from cbatch.runtime.cpu.linear import Linear
-    from cbatch.runtime.layers import Layer
+    from cbatch.runtime.layers import Layer, PairWeights
     from cbatch.runtime.rank_group import RankGroup
 
+_Decoder, _Step = struct("decoder"), struct("step")  # of step.h
 _ALIGNMENT_BYTES = 64
 _SINGLE_THREAD_BELOW = 1 << 17  # a pass with fewer multiplications is fastest on one thread
 _OUR_REFERENCES = 3  # references to logits memory: the decoder's, a local name's, an argument's
@@ -38,78 +40,9 @@ PASS_ERRORS = {  # by the status that a pass returns
 }
 
 
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *fields(LinearStruct, "qkv out gate_up down"),
-        *fields(c_void_p, "qk_weight after_attention after_forward sinks cos_sin"),
-        ("experts", POINTER(MixtureStruct)),
-        *fields(c_long, "window kept"),
-    ]
-
-
-class _Reader(ctypes.Structure):
-    _fields_ = [
-        *fields(LinearStruct, "input_layer only_kv"),
-        *fields(c_void_p, "token_norm state_norm"),
-        *fields(c_long, "normed_residual plain_in plain_out"),
-    ]
-
-
-class DecoderStruct(ctypes.Structure):
-    _fields_ = [
-        ("layers", POINTER(_Layer)),
-        ("head", LinearStruct),
-        ("embedding", c_void_p),
-        ("reader", POINTER(_Reader)),
-        *fields(c_long, "num_layers hidden kv_heads group dim inner vocab embedding_type"),
-        *fields(c_long, "choices first kept"),
-        *fields(c_long, "centred plain parallel whole_heads gating gated adds_later"),
-        *fields(c_float, "eps scale cap logit_cap embedding_scale residual_scale"),
-    ]
-
-
-class StepStruct(ctypes.Structure):
-    _fields_ = [
-        *fields(c_void_p, "tokens logit_rows query_lens context_lens tables kv logits memory"),
-        *fields(c_void_p, "progress states hidden"),
-        *fields(c_long, "rows sequences table_width num_logit_rows blocks block_size kv_half"),
-        *fields(c_long, "threads num_kept"),
-        *fields(c_void_p, "sums partial"),
-        ("part", c_long),
-    ]
-
-
-class StateReading(NamedTuple):
-    """The way a drafter's first layer combines tokens and hidden states; see `reader` of step.h.
-    The norms are norm weights times sqrt(hidden), fp32 [hidden]."""
-
-    input_layer: Linear | None
-    only_kv: Linear | None
-    token_norm: Tensor | None
-    state_norm: Tensor | None
-    normed_residual: bool = False
-    plain_in: bool = False
-    plain_out: bool = False
-
-
 class CompiledDecoder:
-    """The layers of a model from its embedding [vocab, hidden] to its logits. With `reading`,
-    the model is a drafter that reads the state of the previous position: positions start at 1."""
-
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        embedding: Tensor | CompiledProduct,
-        layers: Sequence[Layer[Linear]],
-        head: Linear,
-        ranks: RankGroup | None = None,
-    ) -> CompiledDecoder | None:
-        """Return the compiled decoder, or None if a product is not compiled."""
-        products = [linear for layer in layers for linear in layer.products()]
-        if any(linear.compiled is None for linear in (*products, head)):
-            return None
-        return cls(config, embedding, layers, head, ranks=ranks)
+    """The layers of a model from its embedding [vocab, hidden] to its logits. With `pair`, the
+    model is a draft head that reads the state of the previous position: positions start at 1."""
 
     def __init__(
         self,
@@ -117,56 +50,56 @@ class CompiledDecoder:
         embedding: Tensor | CompiledProduct,
         layers: Sequence[Layer[Linear]],
         head: Linear,
-        reading: StateReading | None = None,
         ranks: RankGroup | None = None,
+        pair: PairWeights | None = None,
     ) -> None:
         """Build the structs. All products must be compiled; with `ranks`, they are a shard."""
         kernel = library()
         assert kernel is not None
         self._decode, self._memory_bytes = kernel.decode, kernel.memory_bytes
-        self._decode.argtypes = [POINTER(DecoderStruct), POINTER(StepStruct)]
-        self._memory_bytes.argtypes = [POINTER(DecoderStruct), c_long, c_long]
+        self._decode.argtypes = [POINTER(_Decoder), POINTER(_Step)]
+        self._memory_bytes.argtypes = [POINTER(_Decoder), c_long, c_long]
         self._memory_bytes.restype = c_long
         self._config, self._ranks = config, ranks
-        shape = config.head_dim, config.num_kv_heads, config.group_size, torch.device("cpu")
-        self._ropes = config.arithmetic.layer_ropes or (config.rope,) * len(layers)
-        self._rotary = {rope: RotaryTable(rope, *shape) for rope in self._ropes}
+        mixers = [layer.record.mixer for layer in layers]
+        self._ropes = [mixer.rope for mixer in mixers]
+        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in mixers}
         self.hidden_size = config.hidden_size
-        self._reader = None if reading is None else _reader(reading)
-        self._keep_alive = embedding, layers, head, reading  # the structs below hold addresses
-        self._layers = (_Layer * len(layers))(*(_layer(layer, config) for layer in layers))
+        self._keep_alive = embedding, layers, head, pair  # the structs below hold addresses
+        self._layers = lower_layers(layers, config.max_position_tokens)
+        kernel.lower.argtypes, kernel.lower.restype = [c_void_p, c_long], None
+        kernel.lower(self._layers, len(layers))
         if isinstance(embedding, CompiledProduct):
             (rows,), (embedding_type,) = embedding.panels, embedding.types
         else:
             rows, embedding_type = embedding, TYPES[embedding.dtype]
-        self.num_kept = int(reading is not None)  # hidden states that are kept of each row
-        self.struct = DecoderStruct(
-            self._layers,
-            _struct(head),
-            rows.data_ptr(),
-            None if self._reader is None else ctypes.pointer(self._reader),
-            len(layers),
-            config.hidden_size,
-            config.num_kv_heads,
-            config.group_size,
-            config.head_dim,
-            config.intermediate_size,
-            config.vocab_size,
-            embedding_type,
-            head.shape[0],
-            int(reading is not None),
-            self.num_kept - 1,
-            *_flags(config, rows.dtype),
+        self.num_kept = int(pair is not None)  # hidden states that are kept of each row
+        self.struct = _Decoder(
+            layers=self._layers,
+            head=product_of(head),
+            head_norm=norm_before(config.norm, head),
+            embedding=rows.data_ptr(),
+            num_layers=len(layers),
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+            embedding_type=embedding_type,
+            choices=head.shape[0],
+            first=int(pair is not None),
+            kept=self.num_kept - 1,
+            logit_cap=config.logit_softcap,
+            embedding_scale=_embedding_scale(config, rows.dtype),
         )
+        if config.input is not None and pair is not None:
+            self.struct.pairs = ctypes.pointer(lower_pairs(config.input, pair))
         weakref.finalize(self, _wait_for_threads, kernel, self.struct, self._keep_alive)
         self._positions = 0
-        parts = () if reading is None else (reading.input_layer, reading.only_kv)
+        parts = () if pair is None else (pair.input_layer, pair.only_kv)
         products = [linear for layer in layers for linear in layer.products()]
         products += [linear for linear in parts if linear is not None]
         weights = sum(out * columns for out, columns in (p.shape for p in (*products, head)))
-        if (experts := config.arithmetic.experts) is not None:
-            per_expert = 3 * config.hidden_size * experts.width
-            weights += len(layers) * (experts.chosen + experts.shared) * per_expert
+        for layer in layers:
+            if isinstance(f := layer.record.feed_forward, Experts):
+                weights += (f.chosen + f.shared) * 3 * config.hidden_size * f.inner
         self._single_thread_rows = _SINGLE_THREAD_BELOW // weights
         self._capacity = 0, 0  # rows and threads for which the working memory suffices
         self._logits_memory = np.empty(0, np.float32)
@@ -207,13 +140,13 @@ class CompiledDecoder:
         tokens, logit_rows = tokens.contiguous(), logit_rows.contiguous()
         query_lens, context_lens, tables = map(_ints, (query_lens, context_lens, tables))
         threads = num_threads()
-        step = StepStruct(
+        step = _Step(
             tokens.data_ptr(),
             logit_rows.data_ptr(),
             query_lens.ctypes.data,
             context_lens.ctypes.data,
             tables.ctypes.data,
-            kv.data.data_ptr(),
+            kv.address,
             logits.data_ptr(),
             self._work_address(max(rows, num_logits), threads),
             None if progress is None else progress.ctypes.data,
@@ -225,7 +158,7 @@ class CompiledDecoder:
             num_logits,
             kv.num_blocks + 1,
             kv.block_size,
-            kv.data.dtype == torch.bfloat16,
+            kv.block_rows[0].dtype == torch.bfloat16,
             1 if rows <= self._single_thread_rows else threads,
             self.num_kept,
         )
@@ -234,26 +167,12 @@ class CompiledDecoder:
             return logits
         return self._run_parts(step, logits, self._ranks)
 
-    def step_template(self, rows: int, positions: int, kv: KVCache) -> StepStruct:
-        """Return a step for C code that runs several passes of up to `rows` rows and `positions`
-        positions. It has only the fields that are equal in all these passes."""
-        self._extend_rotary(positions)
-        threads = num_threads()
-        return StepStruct(
-            kv=kv.data.data_ptr(),
-            memory=self._work_address(rows, threads),
-            blocks=kv.num_blocks + 1,
-            block_size=kv.block_size,
-            kv_half=kv.data.dtype == torch.bfloat16,
-            threads=1 if rows <= self._single_thread_rows else threads,
-        )
-
-    def _call(self, step: StepStruct) -> None:
+    def _call(self, step: Any) -> None:
         status = self._decode(self.struct, step)
         if status:
             raise IndexError(PASS_ERRORS[status])
 
-    def _run_parts(self, step: StepStruct, logits: Tensor, ranks: RankGroup) -> Tensor:
+    def _run_parts(self, step: Any, logits: Tensor, ranks: RankGroup) -> Tensor:
         """Run a pass in parts (`part` of step.h). Between parts, ranks add up partial sums."""
         partial = torch.empty(step.rows, self._config.hidden_size)
         step.partial = partial.data_ptr()
@@ -275,7 +194,7 @@ class CompiledDecoder:
             self._positions = 1 << (positions - 1).bit_length()
             self._cos_sin = {r: t.cos_sin(self._positions) for r, t in self._rotary.items()}
             for layer, rope in zip(self._layers, self._ropes, strict=True):
-                layer.cos_sin = self._cos_sin[rope].data_ptr()
+                layer.mixer.cos_sin = self._cos_sin[rope].data_ptr()
 
     def logits(self, rows: int) -> Tensor:
         """Return memory for logits, [rows, vocab]. The same memory is reused once no tensor refers
@@ -306,55 +225,7 @@ def _ints(array: NDArray[np.integer]) -> NDArray[np.int32]:
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _layer(layer: Layer[Linear], config: ModelConfig) -> _Layer:
-    down = LinearStruct() if layer.down is None else _struct(layer.down)
-    weights = layer.qk_weight, layer.after_attention, layer.after_forward, layer.sinks
-    addresses = [None if weight is None else weight.data_ptr() for weight in weights]
-    # A window as long as the model's context has no effect.
-    window = config.max_position_tokens if layer.window is None else layer.window
-    struct = _Layer(*map(_struct, (layer.qkv, layer.out, layer.gate_up)), down, *addresses)
-    struct.window, struct.kept = window, -1
-    if layer.experts is not None:
-        assert config.arithmetic.experts is not None
-        struct.experts = ctypes.pointer(layer.experts.mixture(config.arithmetic.experts))
-        norm = layer.router_norm
-        struct.gate_up.scale = None if norm is None else norm.data_ptr()
-    return struct
-
-
-def _flags(config: ModelConfig, dtype: torch.dtype) -> tuple[float, ...]:
-    """Return the fields of `DecoderStruct` from `centred` on. The scale of embeddings is rounded to
-    their `dtype`, if that is a float."""
-    a = config.arithmetic
-    embedding_scale = torch.tensor(a.embedding_scale)
-    if dtype.is_floating_point:
-        embedding_scale = embedding_scale.to(dtype)
-    scale = config.head_dim**-0.5 if a.attention_scale is None else a.attention_scale
-    later = bool(a.norms[1] or a.norms[3] or a.residual_scale != 1 or a.experts)
-    return (
-        a.layer_norm,
-        a.norms[0] is None,
-        a.parallel,
-        a.whole_qk_norm,
-        Gating[a.activation.upper()],
-        a.gated,
-        later,
-        config.rms_norm_eps,
-        scale,
-        a.attention_softcap,
-        a.logit_softcap,
-        embedding_scale.item(),
-        a.residual_scale,
-    )
-
-
-def _reader(reading: StateReading) -> _Reader:
-    parts = [LinearStruct() if p is None else _struct(p) for p in reading[:2]]
-    norms = [None if norm is None else norm.data_ptr() for norm in reading[2:4]]
-    return _Reader(*parts, *norms, *reading[4:])
-
-
-def _struct(linear: Linear) -> LinearStruct:
-    product = linear.compiled
-    assert isinstance(product, CompiledProduct)
-    return product.struct
+def _embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Return the scale of embeddings, rounded to their `dtype`, if that is a float."""
+    scale = torch.tensor(config.embedding_scale)
+    return float(scale.to(dtype) if dtype.is_floating_point else scale)

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.compiled import compiles
 from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.layers import CpuLayerBuilder
 from cbatch.runtime.cpu.linear import Linear, resolve_numerics
 from cbatch.runtime.cpu.torch_pass import TorchPass
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
-from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
-from cbatch.runtime.model.shapes import Numerics, head_rows
+from cbatch.runtime.model.config import ModelConfig, ModelError
+from cbatch.runtime.model.shapes import head_rows
 from cbatch.runtime.model.sharding import ShardedWeights, shard_config
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.runtime.rank_group import RankGroup
@@ -36,14 +37,14 @@ class Model:
         config: ModelConfig,
         source: WeightSource,
         dtype: torch.dtype,
-        numerics: Numerics,
+        numerics: str,
         ranks: RankGroup | None = None,
     ) -> None:
         """Load the weights. With `ranks`, config and source are this rank's (see `sharding`), and
         all ranks must make the same passes."""
         self.config, self.dtype, self.device = config, dtype, torch.device("cpu")
         self.ranks = ranks
-        self.numerics = numerics.mode
+        self.numerics = numerics
         self.progress: NDArray[np.int64] | None = None
         self.hidden_layers: tuple[int, ...] = ()
         with torch.inference_mode():
@@ -51,13 +52,10 @@ class Model:
             builder = CpuLayerBuilder(config, source, dtype, self.device, numerics, logits)
             self.embedding, self.layers, self.head = builder.build()
             self.final_norm = builder.final_norm()
-            parts = config, self.embedding, self.layers, self.head, ranks
-            self._torch_pass = TorchPass(*parts)
-        self.compiled = CompiledDecoder.of(*parts)
-        if self.compiled is None and not config.plain:
-            problem = f"{config.family} needs compiled kernels in {dtype}"
-            remedy = "install a C compiler (gcc), or use model_impl transformers"
-            raise UnsupportedModelError(f"model: {problem}; {remedy}")
+        self.compiled = builder.compiled
+        run_layers = CompiledDecoder if self.compiled else TorchPass
+        parts = config, self.embedding, self.layers, self.head
+        self._pass: CompiledDecoder | TorchPass = run_layers(*parts, ranks=ranks)
 
     @property
     def code(self) -> str:
@@ -83,8 +81,7 @@ class Model:
         """Let passes return the residual stream of all rows before these layers, in this order.
         Number `num_layers` means the output of the last layer, before the final norm."""
         self.hidden_layers = layers
-        if self.compiled is not None:
-            self.compiled.keep(layers)
+        self._pass.keep(layers)
 
     def allocate_hidden(self, num_rows: int) -> Tensor | None:
         """Return memory for the hidden states of `num_rows` rows; None if none are kept."""
@@ -110,10 +107,7 @@ class Model:
                 f"context_lens: {context} tokens exceed the model's context of "
                 f"{self.config.max_position_tokens}"
             )
-        if self.compiled is None:
-            kept = () if hidden is None else self.hidden_layers
-            return self._torch_pass.run(batch, kv, self.progress, hidden, kept)
-        return self.compiled.run(
+        return self._pass.run(
             batch.tokens,
             batch.query_lens,
             batch.context_lens,
@@ -142,7 +136,8 @@ def load_model(
     if ranks is not None:
         source = ShardedWeights(source, config, ranks.rank, ranks.size)
         config = shard_config(config, ranks.size)
-    model = Model(config, source, served, resolve_numerics(numerics, config, served), ranks)
+    mode = resolve_numerics(numerics, compiled=compiles(served))
+    model = Model(config, source, served, mode, ranks)
     if ranks is None or not ranks.rank:
         warn_unread(path_or_name, weights.unread())
     return model

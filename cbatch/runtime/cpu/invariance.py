@@ -11,7 +11,6 @@ from torch import Tensor
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.compiled import build_name
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.linear import find_padding
 from cbatch.runtime.kv_cache import KVCache
 
 _BLOCK_SIZE_TOKENS = 16
@@ -19,47 +18,37 @@ _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 20  # a large model takes about a second fo
 
 
 class InvarianceReport(NamedTuple):
-    """The result of `probe_batch_invariance`. `products`: kinds of product; `kernels`: the build of
-    our own kernels; `shapes`: whether products [out, in] are invariant; `forward`: whether logits
-    of whole passes are the same in several batches."""
+    """The result of `probe_batch_invariance`. `products`: what computes products; `kernels`: the
+    build of our own kernels, if all products use them; `forward`: whether logits of whole passes
+    are the same in several batches."""
 
     mode: str
     products: tuple[str, ...]
     kernels: str | None
-    shapes: dict[tuple[int, int], bool]
     forward: bool
 
     @property
     def batch_invariant(self) -> bool:
-        return self.forward and all(self.shapes.values())
+        return self.kernels is not None and self.forward
 
     def __str__(self) -> str:
         answer = f"batch_invariant: {'yes' if self.batch_invariant else 'no'}"
         detail = [f"numerics={self.mode}", f"products: {' and '.join(self.products)}"]
         if self.kernels is not None:
             detail.append(f"kernels: {self.kernels}")
-        failing = [f"{out}x{width}" for (out, width), good in self.shapes.items() if not good]
-        if failing:
-            detail.append(f"of these differ by row count: {', '.join(failing)}")
         return f"{answer} ({'; '.join(detail)})"
 
 
 @torch.inference_mode()
 def probe_batch_invariance(model: Model) -> InvarianceReport:
-    """Compare bits: each product of the model at several row counts, and logits of whole passes.
-
-    The result does not depend on the requested numerics.
-    """
-    shapes: dict[tuple[int, int], bool] = {}
+    """Return whether our kernels compute all products, and logits of whole passes have the same
+    bits in several batches. The result does not depend on the requested numerics."""
     linears = list(model.linears())
     products = tuple(sorted({linear.description for linear in linears}))
-    uses_kernels = any(linear.compiled is not None for linear in linears)
-    for linear in linears:
-        if linear.shape not in shapes:
-            padding = find_padding(linear, linear.shape)
-            shapes[linear.shape] = padding is not None and padding.rows(1) == 1
-    kernels = build_name() if uses_kernels else None
-    return InvarianceReport(model.numerics, products, kernels, shapes, _forward_invariant(model))
+    compiled = all(linear.compiled is not None for linear in linears)
+    kernels = build_name() if compiled else None
+    forward = compiled and _forward_invariant(model)
+    return InvarianceReport(model.numerics, products, kernels, forward)
 
 
 def _forward_invariant(model: Model) -> bool:

@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cbatch.runtime.compiled import MAX_LANES, Blocks, CompiledProduct, OutputRuns, compiles_blocks
+from cbatch.runtime.compiled import (
+    MAX_LANES,
+    Blocks,
+    CompiledProduct,
+    OutputRuns,
+    compiles,
+    compiles_blocks,
+)
 from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
-from cbatch.runtime.cpu.linear import Linear, ProductPlan, make_plan
-from cbatch.runtime.cpu.products import Kind
+from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.layers import LayerBuilder
-from cbatch.runtime.model.config import Experts
+from cbatch.runtime.model.records import Attention, Experts
 from cbatch.runtime.model.rope import interleave_halves
 
 
@@ -23,10 +29,13 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
     multiplied as stored, without widening them."""
 
     @cached_property
-    def _supports_blocks(self) -> bool:
-        return self._plan(1, 1).kind is Kind.COMPILED
+    def compiled(self) -> bool:
+        """True if our kernels compute the products; otherwise torch does."""
+        return compiles(self.dtype)
 
-    def _embedding(self, name: str, bias: Tensor | None, norm: Tensor) -> tuple[Any, Linear | None]:
+    def _embedding(
+        self, name: str, bias: Tensor | None, norm: Tensor | None
+    ) -> tuple[Any, Linear | None]:
         """Return embedding and tied LM head. A quantised embedding is a product; if tied, the same
         product is the LM head."""
         blocks, tied = self._blocks([name]), self.config.tie_embeddings
@@ -36,7 +45,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         return product, Linear.of(product) if tied else None
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
-        stored = [self.source.blocks(name) for name in names] if self._supports_blocks else []
+        stored = [self.source.blocks(name) for name in names] if self.compiled else []
         blocks = [Blocks(b.type.name, b.shape[1], b.rows) for b in stored if b is not None]
         return blocks if len(blocks) == len(names) and all(map(compiles_blocks, blocks)) else None
 
@@ -49,17 +58,11 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         return Linear.of(CompiledProduct.of_blocks(_stacked(blocks), bias, in_scale))
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
-        return Linear(weight, bias, in_scale, self._plan(*weight.shape))
-
-    def _plan(self, out: int, columns: int) -> ProductPlan:
-        # Only our kernels compute models that are not plain, whatever is faster.
-        invariant = self.numerics.mode == "invariant" or not self.config.plain
-        may_pack = self.numerics.may_pack
-        return make_plan((out, columns), self.dtype, invariant=invariant, may_pack=may_pack)
+        return Linear(weight, bias, in_scale, compiled=self.compiled)
 
     def _moe_fields(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:
-        count, hidden, inner = experts.count, self.config.hidden_size, experts.width
-        biased = self.config.arithmetic.activation == "clamped"
+        count, hidden, inner = experts.count, self.config.hidden_size, experts.inner
+        biased = experts.bias
         shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
         parts = [[*self._get(f"{mlp}.experts.{n}", count, *shape)] for n, shape in shapes.items()]
         biases = [
@@ -78,32 +81,46 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             parts[0] += [torch.cat(both) for both in halves]
             parts[1] += down.split(inner, dim=1)
             rows = torch.cat([rows, self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)])
-        gating = Gating[self.config.arithmetic.activation.upper()]
+        experts_of = CompiledExperts.of if self.compiled else _torch_experts
+        gating = Gating[experts.activation.upper()]
         gate_function = Gate(gating, experts.limit, experts.alpha)
-        plan = make_plan(tuple(rows.shape), torch.float32, invariant=True, may_pack=False)
         return {
-            "gate_up": Linear(rows.float(), bias, None, plan),
+            "gate_up": Linear(rows.float(), bias, None, compiled=self.compiled),
             "down": None,
-            "experts": CompiledExperts.of(*parts, gate_function, *biases),
+            "experts": experts_of(*parts, gate_function, *biases),
             "router_norm": norm,
         }
 
-    def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> Linear:
-        c = self.config
+    def _qkv(
+        self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
+    ) -> Linear:
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
-        if blocks is None or c.head_dim % MAX_LANES:
-            return super()._qkv(attention, norm, name)
-        bias = self._fuse(attention, "bias") if c.attention_bias else None
-        dim, pitch, at = c.head_dim, (c.group_size + 2) * c.head_dim, 0
+        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES:
+            return super()._qkv(attention, m, norm, shift)
+        bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
+        pitch, at = m.row_width // m.kv_heads, 0
+        runs = {"q": m.group * m.key_dim, "k": m.key_dim, "v": m.value_dim}
         parts = []
         for letter, part in zip("qkv", blocks, strict=True):
             if letter != "v":
-                rows = interleave_halves(torch.from_numpy(part.rows), c.rope, dim).numpy()
+                rows = interleave_halves(torch.from_numpy(part.rows), m.rope, m.key_dim).numpy()
                 part = part._replace(rows=rows)
-            run = c.group_size * dim if letter == "q" else dim
-            parts.append((part, OutputRuns(run, pitch, at)))
-            at += run
+            parts.append((part, OutputRuns(runs[letter], pitch, at)))
+            at += runs[letter]
         return Linear.of(CompiledProduct.of_blocks(parts, bias, norm))
+
+
+def _torch_experts(
+    gate_up: Sequence[Tensor], down: Sequence[Tensor], gate: Gate, *biases: Tensor | None
+) -> list[tuple[Linear, ...]]:
+    """Return the products of each expert."""
+    return [
+        tuple(
+            Linear(weight, None if bias is None else bias[i], None, compiled=False)
+            for weight, bias in zip(both, biases, strict=True)
+        )
+        for i, both in enumerate(zip(gate_up, down, strict=True))
+    ]
 
 
 def _stacked(blocks: Sequence[Blocks]) -> list[tuple[Blocks, OutputRuns]]:

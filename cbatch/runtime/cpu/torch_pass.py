@@ -1,9 +1,10 @@
-"""A decoder's pass in torch, for machines without our kernels."""
+"""A decoder's pass by plain torch: the reference of the compiled pass, and its substitute where
+there is no compiler. It makes no promise about bits."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,208 +12,201 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.compiled import CompiledProduct
-from cbatch.runtime.cpu.attention.group import HeadShape
-from cbatch.runtime.cpu.attention.groups import StepBuffers
-from cbatch.runtime.cpu.attention.layout import AttentionPlanner, StepLayout
-from cbatch.runtime.cpu.linear import Linear, RowPadding
+from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.cpu.torch_attention import TorchStep, attend, plan_step
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.layers import Layer
+from cbatch.runtime.layers import Layer, PairWeights
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward, Norm
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.rank_group import RankGroup
 
-# Largest elementwise call that torch runs on one thread, in elements. With several threads, the end
-# of each thread's share is computed by scalar instead of vector code.
-_ONE_THREAD_ELEMENTS = 32768
-_NORM_GAP = 16  # columns after the residual stream: 64 bytes, to keep rows aligned
-_MAX_SPARE_ROWS = 8
-_FEW_ROWS = 8  # rows that are computed in about the time of one row
-
-
-class _Buffers:
-    def __init__(self, config: ModelConfig, num_rows: int, padded: int) -> None:
-        h, hidden = HeadShape.of(config), config.hidden_size
-        self.num_rows, self.padded = num_rows, padded
-        self.residual = torch.zeros(padded, hidden + _NORM_GAP)
-        # With this column, sqrt(sum(x^2) + n eps) is the norm of a row of `residual`.
-        self.residual[:, hidden] = (hidden * config.rms_norm_eps) ** 0.5
-        self.x = self.residual[:, :hidden]
-        # Spare rows: products over queries read beyond the last row (see `Group.bind_rows`).
-        fused = torch.zeros(padded + _MAX_SPARE_ROWS, h.row_width)
-        self.rotated = fused[:padded].view(torch.complex64)
-        self.fused = fused[:num_rows]
-        self.kv = self.fused.view(-1, h.roles * h.head_dim)[:, h.group * h.head_dim :]
-        attended = torch.zeros(max(padded, num_rows + 1), config.num_heads * h.head_dim)
-        self.attended = attended[: num_rows + 1]  # one more row for results of padding
-        self.heads_out = attended[:padded]
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu_squared": lambda x: F.relu(x).square(),
+}
 
 
 class TorchPass:
-    """The layers of a decoder, computed by torch over planned attention."""
+    """The layers of a model, from its embedding to its logits, with the methods of
+    `CompiledDecoder`."""
 
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor | CompiledProduct,
-        layers: list[Layer[Linear]],
+        embedding: Tensor,
+        layers: Sequence[Layer[Linear]],
         head: Linear,
-        ranks: RankGroup | None,
+        ranks: RankGroup | None = None,
+        pair: PairWeights | None = None,
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
-        self.ranks = ranks
-        self._heads = HeadShape.of(config)
-        self._planner = AttentionPlanner(config)
-        self._rotary = RotaryTable(
-            config.rope,
-            config.head_dim,
-            config.num_kv_heads,
-            config.group_size,
-            torch.device("cpu"),
-        )
-        linears = [product for layer in layers for product in layer.products()]
-        self._padding = _common_padding([*linears, head])
+        self.ranks, self._pair = ranks, pair or PairWeights()
+        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in map(_mixer, layers)}
+        self._kept: tuple[int, ...] = ()
+
+    def keep(self, layers: tuple[int, ...]) -> None:
+        """Let passes return the inputs of these layers; see `CompiledDecoder.keep`."""
+        self._kept = layers
 
     def run(
         self,
-        batch: RaggedBatch,
+        tokens: Tensor,
+        query_lens: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        tables: NDArray[np.int32],
+        logit_rows: Tensor,
         kv: KVCache,
         progress: NDArray[np.int64] | None,
-        hidden: Tensor | None,
-        kept: tuple[int, ...],
+        states: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits of `batch.logits_index`; write the residual stream before the layers
-        `kept` to `hidden`. See `Model.forward`."""
-        num_rows = batch.tokens.shape[0]
-        buffers = _Buffers(self.config, num_rows, self._padding.rows(num_rows))
-        rotary, layout = self._plan(batch, kv, buffers)
-        logits = self._pass(batch, rotary, layout, buffers, kv, progress, hidden, kept)
-        if self.ranks is None or not len(batch.logits_index):
-            return logits
-        return self.ranks.columns(logits, self.config.vocab_size)
-
-    def _pass(
-        self,
-        batch: RaggedBatch,
-        rotary: Tensor,
-        layout: StepLayout,
-        buffers: _Buffers,
-        kv: KVCache,
-        progress: NDArray[np.int64] | None,
-        hidden: Tensor | None,
-        kept: tuple[int, ...],
-    ) -> Tensor:
-        """Run all layers over a planned step, then compute the logits of some rows. With several
-        ranks, return this rank's columns of the logits."""
-        logit_rows = batch.logits_index
-        num_logits, padded = logit_rows.shape[0], buffers.padded
-        keeps_all = len(self.layers) in kept
-        # If only some rows need logits, only they need the second half of the last layer.
-        defers_half = num_logits < buffers.num_rows and buffers.num_rows > _FEW_ROWS
-        defers_half &= not keeps_all
-        # The row of a single token is broadcast to the padding rows.
-        assert isinstance(self.embedding, Tensor), "block weights need compiled products"
-        buffers.x.copy_(self.embedding.index_select(0, _pad_index(batch.tokens, padded)))
-        last = len(self.layers) - 1
+        """Run a pass; see `CompiledDecoder.run`."""
+        step = plan_step(query_lens, context_lens, tables, kv.block_size)
+        x, pairs = self._input(tokens, states)
         for index, layer in enumerate(self.layers):
-            if hidden is not None and index in kept:
-                hidden[:, kept.index(index)] = buffers.x[: buffers.num_rows]
-            self._project(layer, buffers, rotary)
+            if hidden is not None and index in self._kept:
+                hidden[:, self._kept.index(index)] = x
+            x = self._layer(index, layer, x, pairs if index == 0 else None, step, kv)
             if progress is not None:
                 progress[0] += 1
-            kv.token_rows[index].index_copy_(0, layout.slots, buffers.kv.to(kv.data.dtype))
-            if index == last and not num_logits and not keeps_all:
-                return torch.empty(0, self.config.vocab_size)
-            for group in layout.groups[layer.window]:
-                group.run(kv.block_rows[index])
-            if index < last or not defers_half:
-                self._finish_layer(layer, buffers.residual, buffers.x, buffers.heads_out)
-        if hidden is not None and keeps_all:
-            hidden[:, kept.index(last + 1)] = buffers.x[: buffers.num_rows]
-            if not num_logits:
-                return torch.empty(0, self.config.vocab_size)
-        if num_logits == buffers.num_rows:
-            logits = self.head.product(_normed(buffers.residual, buffers.x), padded)
-            return logits if num_logits == padded else logits[:num_logits]
-        return self._selected_logits(buffers, logit_rows, defers_half)
+        if hidden is not None and len(self.layers) in self._kept:
+            hidden[:, self._kept.index(len(self.layers))] = x
+        x = x[logit_rows]
+        if states is not None and hidden is not None:
+            hidden[:, 0] = x
+        logits = self.head(_normed(x, self.config.norm))
+        if self.config.logit_softcap:
+            logits = _capped(logits, self.config.logit_softcap)
+        if self.ranks is None:
+            return logits
+        if not len(logits):
+            return logits.new_empty(0, self.config.vocab_size)
+        return self.ranks.columns(logits, self.config.vocab_size)
 
-    def _selected_logits(self, buffers: _Buffers, index: Tensor, defers_half: bool) -> Tensor:
-        """Return the logits of some rows. With `defers_half`, the second half of the last layer is
-        first run for these rows."""
-        count = index.shape[0]
-        rows = self._padding.rows(count)
-        logit_rows = _pad_index(index, rows)
-        if logit_rows.shape[0] < rows:
-            logit_rows = logit_rows.repeat(rows)
-        residual = buffers.residual.index_select(0, logit_rows)
-        x = residual[:, : self.config.hidden_size]
-        if defers_half:
-            heads_out = buffers.heads_out.index_select(0, logit_rows)
-            self._finish_layer(self.layers[-1], residual, x, heads_out)
-        logits = self.head.product(_normed(residual, x), rows)
-        return logits if rows == count else logits[:count]
+    def _input(self, tokens: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream, and for a draft head the rows of its first projections."""
+        scale = torch.tensor(self.config.embedding_scale).to(self.embedding.dtype)
+        x, pair = self.embedding[tokens].float() * scale, self.config.input
+        if pair is None or states is None:
+            return x, None
+        token, state = (
+            _normed(each, norm) * (1.0 if weight is None else weight)
+            for each, norm, weight in zip(
+                (x, states), (pair.token_norm, pair.state_norm), self._pair[2:], strict=True
+            )
+        )
+        rows = torch.cat([token, state], dim=1)
+        if self._pair.input_layer is not None:
+            return self._pair.input_layer(rows), None
+        return state if pair.normed_residual else states, rows
 
-    def _plan(
-        self, batch: RaggedBatch, kv: KVCache, buffers: _Buffers
-    ) -> tuple[Tensor, StepLayout]:
-        query_lens = batch.query_lens.astype(np.int64)
-        contexts = batch.context_lens.astype(np.int64)
-        last_position = int(contexts.max()) - 1
-        rotary = self._rotary.rows(_pad_index(batch.positions, buffers.padded), last_position)
-        step = StepBuffers(kv, batch.block_tables, buffers.fused, buffers.attended)
-        layout = self._planner.plan(step, query_lens, contexts, batch.positions.numpy())
-        return rotary, layout
+    def _layer(
+        self,
+        index: int,
+        layer: Layer[Linear],
+        x: Tensor,
+        pairs: Tensor | None,
+        step: TorchStep,
+        kv: KVCache,
+    ) -> Tensor:
+        mixer, feed_forward = layer.record.mixer, layer.record.feed_forward
+        assert feed_forward is not None
+        rows = _normed(x, mixer.norm) if pairs is None else pairs
+        q, k, v = self._heads(layer, rows, step)
+        first_key = int(self.config.input is not None)  # position 0 has no state before it
+        mixed = attend(mixer, layer.sinks, step, kv, index, q, k, v, first_key)
+        mixed = self._summed(layer.out(mixed.flatten(1)))
+        after = x + _joined(mixer, mixed, layer.after_attention)
+        rows = _normed(x if layer.record.parallel else after, feed_forward.norm)
+        if isinstance(feed_forward, Experts):
+            output = _mix(layer, feed_forward, rows)
+        else:
+            assert layer.down is not None
+            inner = _activated(feed_forward, layer.gate_up(rows))
+            output = self._summed(layer.down(inner))
+        return after + _joined(feed_forward, output, layer.after_forward)
 
-    def _project(self, layer: Layer[Linear], buffers: _Buffers, rotary: Tensor) -> None:
-        padded = buffers.padded
-        fused = layer.qkv.product(_normed(buffers.residual, buffers.x), padded)
-        if layer.qk_weight is not None:
-            h = self._heads
-            rows = fused.view(-1, h.kv_heads, h.roles, h.head_dim)[:, :, : h.group + 1]
-            rows.copy_(F.rms_norm(rows, (h.head_dim,), eps=self.config.rms_norm_eps))
-            rows.mul_(layer.qk_weight)
-        # The row of a single token is broadcast to the padding rows.
-        pairs, rotary = fused.view(torch.complex64), rotary.expand(padded, -1)
-        step = max(1, _ONE_THREAD_ELEMENTS // rotary.shape[1])
-        for at in range(0, padded, step):
-            part = slice(at, at + step)
-            torch.mul(pairs[part], rotary[part], out=buffers.rotated[part])
-
-    def _finish_layer(
-        self, layer: Layer[Linear], residual: Tensor, x: Tensor, heads_out: Tensor
-    ) -> None:
-        """Apply output projection and MLP. `x` is the view of `residual` without its gap."""
-        rows = residual.shape[0]
-        x.add_(self._summed(layer.out.product(heads_out, rows)))
-        gate_up = layer.gate_up.product(_normed(residual, x), rows)
-        x.add_(self._summed(layer.down.product(_swiglu(gate_up), rows)))
+    def _heads(self, layer: Layer[Linear], rows: Tensor, step: TorchStep) -> list[Tensor]:
+        """Return queries [heads, T, key_dim], keys and values [kv_heads, T, dim] of a layer."""
+        m = layer.record.mixer
+        fused = layer.qkv(rows).view(len(rows), m.kv_heads, -1)
+        width = (m.group + 1) * m.key_dim
+        qk = fused[..., :width].unflatten(-1, (m.group + 1, m.key_dim))
+        if m.qk_norm is not None:
+            assert layer.qk_weight is not None
+            qk = _qk_normed(m, qk, m.qk_norm.eps) * layer.qk_weight
+        qk = torch.view_as_complex(qk.unflatten(-1, (-1, 2)).contiguous())
+        factors = self._rotary[m.rope].cos_sin(int(step.positions.max()) + 1)[step.positions]
+        qk = torch.view_as_real(qk * torch.view_as_complex(factors)[:, None, None]).flatten(-2)
+        q, k = qk[:, :, : m.group].flatten(1, 2), qk[:, :, m.group]
+        return [each.transpose(0, 1) for each in (q, k, fused[..., width:])]
 
     def _summed(self, partial: Tensor) -> Tensor:
         return partial if self.ranks is None else self.ranks.sum(partial)
 
 
-def _common_padding(linears: Iterable[Linear]) -> RowPadding:
-    paddings = [linear.plan.padding for linear in linears]
-    return RowPadding(max(p.minimum for p in paddings), math.lcm(*(p.multiple for p in paddings)))
+def _mixer(layer: Layer[Any]) -> Attention:
+    return layer.record.mixer
 
 
-def _normed(residual: Tensor, x: Tensor) -> Tensor:
-    """Return x / sqrt(sum(x^2) + n eps): RMSNorm without its weight and sqrt(n), which the next
-    product applies (`Linear.in_scale`). `x` is the view of `residual` without its gap."""
-    return x / torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    """Return x / sqrt(sum(x^2) + n eps), of the centred x for LayerNorm. The weight of a norm times
+    sqrt(n) belongs to what reads the result."""
+    if norm is None:
+        return x
+    if norm.centred:
+        x = x - x.mean(-1, keepdim=True)
+    return x * (x.square().sum(-1, keepdim=True) + x.shape[-1] * norm.eps).rsqrt()
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    gate, up = gate_up[:, :width], gate_up[:, width:]
-    step = max(1, _ONE_THREAD_ELEMENTS // width)
-    if rows <= step:
-        return F.silu(gate).mul_(up)
-    return torch.cat([F.silu(part) for part in gate.split(step)]).mul_(up)
+def _joined(branch: Branch, output: Tensor, weight: Tensor | None) -> Tensor:
+    """Return what is added to the residual stream."""
+    if weight is not None:
+        output = _normed(output, branch.out_norm) * weight
+    return output * branch.out_scale
 
 
-def _pad_index(index: Tensor, rows: int) -> Tensor:
-    """Extend `index` to `rows` entries by valid, arbitrary indices; a single entry broadcasts."""
-    count = index.shape[0]
-    return index if count == rows or count == 1 else F.pad(index, (0, rows - count))
+def _qk_normed(m: Attention, qk: Tensor, eps: float) -> Tensor:
+    """Norm the queries and keys [T, kv_heads, group + 1, key_dim] of each token."""
+    if not m.norms_whole:
+        return F.rms_norm(qk, (m.key_dim,), eps=eps)
+    parts = qk.split([m.group, 1], dim=2)
+    return torch.cat(
+        [x * (x.square().mean((1, 2, 3), keepdim=True) + eps).rsqrt() for x in parts], 2
+    )
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)
+
+
+def _activated(f: FeedForward | Experts, gate_up: Tensor) -> Tensor:
+    if isinstance(f, FeedForward) and not f.gated:
+        return _ACTIVATIONS[f.activation](gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if isinstance(f, Experts) and f.activation == "clamped":
+        gate, up = gate.clamp(max=f.limit), up.clamp(-f.limit, f.limit)
+        return gate * torch.sigmoid(f.alpha * gate) * (up + 1)
+    return _ACTIVATIONS[f.activation](gate) * up
+
+
+def _mix(layer: Layer[Linear], f: Experts, rows: Tensor) -> Tensor:
+    """Return the weighted sum of each row's experts, in the order of the experts."""
+    if layer.router_norm is not None:
+        rows = rows * layer.router_norm
+    scores = layer.gate_up(rows)
+    top, chosen = scores[:, : f.count].topk(f.chosen)
+    every = scores[:, : f.count].softmax(-1)
+    weights = top.softmax(-1) if f.normalized else every.gather(1, chosen)
+    output = torch.zeros_like(rows)
+    for number, (gate_up, down) in enumerate(layer.experts):
+        if number < f.count:
+            at, place = (chosen == number).nonzero(as_tuple=True)
+            weight = weights[at, place]
+        else:
+            at, weight = torch.arange(len(rows)), scores[:, f.count].sigmoid()
+        if len(at):
+            output[at] += weight[:, None] * down(_activated(f, gate_up(rows[at])))
+    return output

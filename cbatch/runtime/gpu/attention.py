@@ -149,13 +149,13 @@ class PagedAttention:
     ) -> None:
         self.scales = scales or [(1.0, 1.0)] * config.num_layers
         self._kv, self._tables, self._first_key = kv, tables, first_key
-        self._scale = 1.0 / math.sqrt(config.head_dim)
+        self._scale = 1.0 / math.sqrt(config.attention.key_dim)
         self._work = tuning.work_lists(
             heads_of(config),
             tables.device,
             max_tokens=max_tokens,
             max_sequences=len(tables),
-            windows=dict.fromkeys(config.sliding_window),
+            windows=dict.fromkeys(config.windows),
         )
         works = next(iter(self._work.values()))
         self.short_tokens = works[0][0].queries[1]
@@ -214,4 +214,5 @@ class PagedAttention:
 
 
 def heads_of(config: ModelConfig) -> Heads:
-    return Heads(config.num_kv_heads, config.group_size, config.head_dim)
+    m = config.attention
+    return Heads(m.kv_heads, m.group, m.key_dim)

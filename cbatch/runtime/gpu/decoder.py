@@ -15,8 +15,8 @@ from cbatch.runtime.gpu.device import current
 from cbatch.runtime.layers import Layer, LayerBuilder
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, UnsupportedModelError
+from cbatch.runtime.model.records import Attention, Norm
 from cbatch.runtime.model.rope import RotaryTable, interleave_halves
-from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.model.weight_files import WeightSource
 from triton_kernels.layers.activation import silu_mul
 from triton_kernels.layers.kv_write import kv_write
@@ -77,7 +77,7 @@ class ProductBuilder(LayerBuilder[Any]):
     that are quantised in the file are packed."""
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Any:
-        kind = InvariantDense if self.numerics.mode == "invariant" else Dense
+        kind = InvariantDense if self.numerics == "invariant" else Dense
         return kind(weight.contiguous(), bias, in_scale)
 
     def _packed(self, names: list[str]) -> list[Packed] | None:
@@ -112,23 +112,24 @@ class ProductBuilder(LayerBuilder[Any]):
         parts = self._packed(names)
         return None if parts is None else self._quantised(parts, torch.cat, bias, in_scale)
 
-    def _qkv(self, attention: str, norm: Tensor | None, name: str | None = None) -> Any:
-        c = self.config
+    def _qkv(
+        self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
+    ) -> Any:
         parts = self._packed([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
         if parts is None:
-            return super()._qkv(attention, norm, name)
+            return super()._qkv(attention, m, norm, shift)
 
         def fuse(qkv: list[Tensor]) -> Tensor:
             q, k, v = qkv
-            parts = (*(interleave_halves(part, c.rope, c.head_dim) for part in (q, k)), v)
-            heads = [part.view(c.num_kv_heads, -1, c.head_dim, part.shape[1]) for part in parts]
+            parts = (*(interleave_halves(part, m.rope, m.key_dim) for part in (q, k)), v)
+            heads = [part.view(m.kv_heads, -1, m.key_dim, part.shape[1]) for part in parts]
             return torch.cat(heads, dim=1).flatten(0, 2)
 
-        bias = self._fuse(attention, "bias") if c.attention_bias else None
+        bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         return self._quantised(parts, fuse, bias, norm)
 
-    def _norm(self, module: str) -> Tensor:
-        return self._norm_weight(module)
+    def _norm(self, place: str, norm: Norm | None) -> Tensor | None:
+        return None if norm is None else self._norm_weight(place, norm)
 
 
 class FlatTokens(NamedTuple):
@@ -175,15 +176,13 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.numerics = numerics
         self.hidden_layers: tuple[int, ...] = ()
-        builder = ProductBuilder(config, source, dtype, device, Numerics(numerics, False))
+        builder = ProductBuilder(config, source, dtype, device, numerics)
         self.layers: list[Layer[Any]]
         with torch.inference_mode():
             self.embedding, self.layers, self.head = builder.build()
             self.matrix_bytes = self._matrix_bytes()
             self.kv_scales = [_kv_scales(source, i) for i in range(config.num_layers)]
-            self._rotary = RotaryTable(
-                config.rope, config.head_dim, config.num_kv_heads, config.group_size, device
-            )
+            self._rotary = RotaryTable(config.attention.rope, config.attention.key_dim, device)
 
     @property
     def code(self) -> str:
@@ -217,13 +216,18 @@ class Decoder:
     def pass_bytes(self, tokens: int) -> int:
         """Return the bytes of one layer's activations for `tokens` tokens."""
         c = self.config
-        projected = c.num_kv_heads * (2 * c.group_size + 2) * c.head_dim
-        width = 4 * c.hidden_size + projected + 3 * c.intermediate_size
+        projected = c.attention.row_width + c.attention.heads * c.attention.key_dim
+        width = 4 * c.hidden_size + projected + 3 * c.widest_inner
         return tokens * width * self.dtype.itemsize
 
     def cos_sin(self, max_tokens: int) -> Tensor:
         """Return the rotary table of positions below `max_tokens`, for `kv_write`."""
         return self._rotary.cos_sin(max_tokens)
+
+    @property
+    def eps(self) -> float:
+        """The epsilon of the final norm."""
+        return 0.0 if self.config.norm is None else self.config.norm.eps
 
     @property
     def final_norm(self) -> Tensor:
@@ -252,18 +256,19 @@ class Decoder:
     ) -> None:
         """Compute all layers over `flat`, for which `attention` is planned. Fills the first rows of
         `hidden`, and `states` [T, layers, hidden] with the states that `keep_hidden` chose."""
-        c, count = self.config, len(flat.tokens)
+        count = len(flat.tokens)
         kept = self.hidden_layers if states is not None else ()
         residual = hidden.residual[:count]
         residual.zero_()  # each layer adds its input; the first layer adds the embedding
         x = F.embedding(flat.tokens, self.embedding)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            normed = rms_norm(x, layer.qkv.norm, c.rms_norm_eps, residual, early=True)
+            eps = layer.record.mixer.norm.eps  # type: ignore[union-attr]
+            normed = rms_norm(x, layer.qkv.norm, eps, residual, early=True)
             if states is not None and index in kept:
                 states[:, kept.index(index)].copy_(residual)
-            fused = project(c, layer, index, normed, flat, attention, cos_sin)
-            x = attend_and_gate(c, layer, index, fused, attention, residual)
+            fused = project(layer, index, normed, flat, attention, cos_sin)
+            x = attend_and_gate(layer, index, fused, attention, residual)
             if index < last:
                 x = layer.down(x)
         self.layers[last].down.into(x, hidden.last[:count])
@@ -274,12 +279,11 @@ class Decoder:
         """Write the logits of flat rows `rows` int32 [N] to `out` [N, vocab], of any row stride."""
         residual = hidden.residual.index_select(0, rows)
         x = hidden.last.index_select(0, rows)
-        normed = rms_norm(x, self.head.norm, self.config.rms_norm_eps, residual, early=True)
+        normed = rms_norm(x, self.head.norm, self.eps, residual, early=True)
         self.head.into(normed, out)
 
 
 def project(
-    c: ModelConfig,
     layer: Layer[Any],
     index: int,
     normed: Tensor,
@@ -289,7 +293,8 @@ def project(
 ) -> Tensor:
     """Write K and V to the cache; return q, k and v [T, kv_heads, group + 2, head_dim]."""
     fused: Tensor = layer.qkv(normed)
-    fused = fused.view(len(normed), c.num_kv_heads, c.group_size + 2, c.head_dim)
+    m = layer.record.mixer
+    fused = fused.view(len(normed), m.kv_heads, m.group + 2, m.key_dim)
     k_pages, v_pages = attention.pages(index)
     k_scale, v_scale = attention.scales[index]
     kv_write(
@@ -300,7 +305,7 @@ def project(
         k_pages,
         v_pages,
         qk_weight=layer.qk_weight,
-        eps=c.rms_norm_eps,
+        eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
         k_scale=k_scale,
         v_scale=v_scale,
         early=True,
@@ -309,7 +314,6 @@ def project(
 
 
 def attend_and_gate(
-    c: ModelConfig,
     layer: Layer[Any],
     index: int,
     fused: Tensor,
@@ -317,8 +321,9 @@ def attend_and_gate(
     residual: Tensor,
 ) -> Tensor:
     """Attend, add the result to `residual`, and return the input of the layer's down projection."""
-    x = layer.out(attention.run(index, layer.window, fused[:, :, : c.group_size]))
-    normed = rms_norm(x, layer.gate_up.norm, c.rms_norm_eps, residual, early=True)
+    m, eps = layer.record.mixer, layer.record.feed_forward.norm.eps  # type: ignore[union-attr]
+    x = layer.out(attention.run(index, m.window, fused[:, :, : m.group]))
+    normed = rms_norm(x, layer.gate_up.norm, eps, residual, early=True)
     return silu_mul(layer.gate_up(normed), early=True)
 
 

@@ -58,8 +58,9 @@ class GpuHead(Head):
         """Return the bytes that a pass over `tokens` allocates."""
         c = self.config
         widest = len(self.head.hidden_layers) * c.hidden_size
-        projected = c.num_kv_heads * (2 * c.group_size + 2) * c.head_dim * c.num_layers
-        width = 2 * widest + 8 * c.hidden_size + projected + 3 * c.intermediate_size * c.num_layers
+        mixers = [layer.mixer for layer in c.layers]
+        projected = sum(m.row_width + m.heads * m.key_dim for m in mixers)
+        width = 2 * widest + 8 * c.hidden_size + projected + 3 * c.widest_inner
         return tokens * width * self.dtype.itemsize
 
     def _put(self, product: Any, x: Tensor, out: Tensor) -> None:
@@ -94,13 +95,10 @@ class GpuEagleHead(GpuHead):
             self._norms, self._fc = own.read_norms(target), own.state_fusing_layer(target)
             self._layer, self._input_layer = own.layer(), own.input_layer()
             if self._input_layer is None:
-                self._token_norm = own.norm("layers.0.input_layernorm")
-                self._state_norm = own.norm("layers.0.hidden_norm")
+                self._token_norm, self._state_norm = own.pair_norms()
             self._lm_head: Any = own.lm_head(vocabulary, target_head)
             self._embedding = own.embedding(target)
-            self._rotary = RotaryTable(
-                c.rope, c.head_dim, c.num_kv_heads, c.group_size, self.device
-            )
+            self._rotary = RotaryTable(c.attention.rope, c.attention.key_dim, self.device)
         products = [*self._layer.products(), self._lm_head, self._fc, self._input_layer]
         self.matrix_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
 
@@ -109,7 +107,7 @@ class GpuEagleHead(GpuHead):
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Return the head's input states [T, hidden], made from the target's [T, layers, H]."""
-        eps = self.config.rms_norm_eps
+        eps = self.head.eps
         if self.head.kind == "eagle":
             assert self._norms is not None
             return rms_norm(hidden[:, 0], self._norms, eps)
@@ -135,7 +133,7 @@ class GpuEagleHead(GpuHead):
         fused, residual = self.project(flat, states, attention, cos_sin)
         hidden.residual[:count].copy_(residual)
         residual = hidden.residual[:count]
-        x = attend_and_gate(self.config, self._layer, 0, fused, attention, residual)
+        x = attend_and_gate(self._layer, 0, fused, attention, residual)
         self._layer.down.into(x, hidden.last[:count])  # type: ignore[union-attr]
 
     def project(
@@ -143,22 +141,21 @@ class GpuEagleHead(GpuHead):
     ) -> tuple[Tensor, Tensor]:
         """Write K and V of tokens, each with the state [T, hidden] before it. Return the
         projections and the residual stream."""
-        c = self.config
         embedded = F.embedding(flat.tokens, self._embedding)
         if self._input_layer is not None:
             x = residual = self._input_layer(torch.cat((embedded, states), dim=1))
         else:
-            normed = rms_norm(states, self._state_norm, c.rms_norm_eps)
-            embedded = rms_norm(embedded, self._token_norm, c.rms_norm_eps)
+            normed = rms_norm(states, self._state_norm, self.head.eps)
+            embedded = rms_norm(embedded, self._token_norm, self.head.eps)
             x = torch.cat((embedded, normed), dim=1)
-            residual = normed if self.head.norm_before_residual else states
-        return project(c, self._layer, 0, x, flat, attention, cos_sin), residual
+            residual = normed if self.head.normed_residual else states
+        return project(self._layer, 0, x, flat, attention, cos_sin), residual
 
     def carried(self, hidden: Hidden, count: int) -> Tensor:
         """Return the states [count, hidden] from which the next drafts continue."""
         residual, last = hidden.residual[:count], hidden.last[:count]
         if self.head.norm_output:
-            norm, eps = self._lm_head.norm, self.config.rms_norm_eps
+            norm, eps = self._lm_head.norm, self.head.eps
             return rms_norm(last, norm, eps, residual.clone())
         return (residual + last).to(self.dtype)
 
@@ -169,7 +166,7 @@ class GpuEagleHead(GpuHead):
         if self._lm_head.norm is None:
             x = (residual + x).to(self.dtype)
         else:
-            x = rms_norm(x, self._lm_head.norm, self.config.rms_norm_eps, residual, early=True)
+            x = rms_norm(x, self._lm_head.norm, self.head.eps, residual, early=True)
         self._put(self._lm_head, x, out)
 
     def _write_first(self, batch: RaggedBatch, kv: KVCache, states: Tensor, out: Tensor) -> None:
@@ -196,7 +193,7 @@ class GpuMedusaHead(GpuHead):
         self.matrix_bytes = sum(weight_of(each).nbytes for each in products)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden[:, 0], self._norm, self.config.rms_norm_eps)
+        return rms_norm(hidden[:, 0], self._norm, self.head.eps)
 
     def logits(self, number: int, states: Tensor, out: Tensor) -> None:
         """Write the logits of head `number` for states [N, hidden] to `out` [N, vocab]."""

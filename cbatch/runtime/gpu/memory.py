@@ -87,7 +87,8 @@ class StepLimits(NamedTuple):
 
 def check_pool(config: ModelConfig, num_blocks: int, block_size: int) -> None:
     """Raise `FieldError` for more blocks than the 32-bit offsets of attention reach."""
-    elements = 2 * block_size * config.head_dim  # of one head in a block; 0 without attention
+    head_dim = config.attention.key_dim if config.layers else 0
+    elements = 2 * block_size * head_dim  # of one head in a block; 0 without attention
     limit = (MAX_ELEMENTS - 1) // elements - 1 if elements else num_blocks
     if num_blocks > limit:
         problem = f"{num_blocks} blocks of {block_size} tokens are more than attention can address"

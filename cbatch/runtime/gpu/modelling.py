@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from msgspec import structs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +16,7 @@ from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
 from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.config import ModelConfig, ModelError
+from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.transformers_backend import attention as attention_interface
 from cbatch.runtime.transformers_backend.config import bridge, changes_angles
 from cbatch.runtime.transformers_backend.loading import load_net
@@ -47,6 +46,7 @@ class _Step(NamedTuple):
     def compute(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K and V to the cache and return the attention output [T, heads, head_dim]. The
         arguments are those of `LayerStep.compute`."""
+        m = layer.mixer
         heads, rows, dim = q.shape
         kv_heads = k.shape[0]
         grouped = q.transpose(0, 1).reshape(rows, kv_heads, -1, dim)
@@ -66,7 +66,7 @@ class _Step(NamedTuple):
         )
         queries = fused[:, :, : heads // kv_heads]
         out = self.attention.run(
-            layer.index, layer.window, queries, scale=layer.scale, soft_cap=layer.softcap
+            layer.index, m.window, queries, scale=m.scale, soft_cap=m.soft_cap or None
         )
         return out.view(rows, heads, dim)
 
@@ -91,11 +91,14 @@ class ModellingDecoder:
                 self.path, net, self._pass, lambda: self._body.logits(self._body.states(row, row))
             )
         config = bridge(net.config, path, layers, vocab_size)
-        self.config = _executor_config(config, net.config, layers, path)
+        _require_supported(net.config, layers, path)
+        self.config = config
+        inner = getattr(net.config, "intermediate_size", None)
+        self._inner = inner if isinstance(inner, int) else 4 * config.hidden_size
         self.matrix_bytes = sum(parameter.nbytes for parameter in net.parameters())
         self.kv_scales = [(1.0, 1.0)] * len(layers)
         no_rotation = torch.tensor([1.0, 0.0], device=self.device)  # cosine and sine of angle 0
-        self._no_rotation = no_rotation.repeat(1, self.config.head_dim // 2, 1)
+        self._no_rotation = no_rotation.repeat(1, self.config.attention.key_dim // 2, 1)
 
     @property
     def code(self) -> str:
@@ -111,7 +114,7 @@ class ModellingDecoder:
     def pass_bytes(self, tokens: int) -> int:
         """Return the estimated bytes of one layer's activations for `tokens` tokens."""
         c = self.config
-        widest = max(c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim)
+        widest = max(c.hidden_size, self._inner, c.attention.heads * c.attention.key_dim)
         return tokens * widest * _ACTIVATION_WIDTHS * 4
 
     def cos_sin(self, max_tokens: int) -> Tensor:
@@ -209,14 +212,13 @@ def _is_mixture(module: nn.Module) -> bool:
     return any(isinstance(each, nn.Parameter) and each.dim() == 3 for each in weights)
 
 
-def _executor_config(
-    config: ModelConfig, hf_config: Any, layers: list[AttentionLayer], path: Path
-) -> ModelConfig:
-    """Return the config for the executor. Raises ModelError for attention that our kernel lacks."""
+def _require_supported(hf_config: Any, layers: list[AttentionLayer], path: Path) -> None:
+    """Raise ModelError for attention that our kernel lacks."""
     problem = None
-    if len({(layer.heads, layer.kv) for layer in layers}) > 1:
+    mixers = [layer.mixer for layer in layers]
+    if len({(m.heads, m.kv_heads, m.key_dim, m.value_dim) for m in mixers}) > 1:
         problem = "its layers have heads of different shapes"
-    elif layers[0].kv.key_dim != layers[0].kv.value_dim:
+    elif mixers[0].key_dim != mixers[0].value_dim:
         problem = "its keys and values differ in width"
     elif any(layer.sinks is not None for layer in layers):
         problem = "it uses attention sinks"
@@ -224,9 +226,6 @@ def _executor_config(
         problem = "its rotary angles depend on the longest sequence of a step"
     if problem is not None:
         raise ModelError(f"{path}: not supported on a GPU: {problem}; use --device cpu")
-    inner = getattr(hf_config, "intermediate_size", None)
-    inner = inner if isinstance(inner, int) else 4 * config.hidden_size
-    return structs.replace(config, kv_shapes=(), intermediate_size=inner)
 
 
 def load_modelling_decoder(

@@ -1,4 +1,4 @@
-"""Shape and arithmetic of a model, in one form for every family; validated access to JSON files."""
+"""A model in one form for every family; validated access to JSON files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from cbatch.core.request.errors import InputError
 from cbatch.runtime.model.end_tokens import tokenizer_end_ids
 from cbatch.runtime.model.quantisation import Quantisation
+from cbatch.runtime.model.records import (
+    Attention,
+    Experts,
+    FeedForward,
+    LayerRecord,
+    Norm,
+    PairInput,
+    is_llama_like,
+)
 
 GENERATION_FILE = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -43,141 +53,75 @@ class UnsupportedModelError(ModelError):
     """A valid checkpoint that our own pass cannot compute."""
 
 
-class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding. Each type ignores the fields that it does not use.
-
-    `attention_factor` multiplies cos and sin (yarn, longrope); it is 1.0 elsewhere. `divisors`, one
-    for each pair of dimensions, divide the frequencies. The first `share` of a head's dimensions
-    rotate. With `interleaved`, the dimensions of a pair are adjacent; otherwise dimension i pairs
-    with i + rotated / 2.
-    """
-
-    type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_tokens: int = 0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    divisors: tuple[float, ...] = ()
-    share: float = 1.0
-    interleaved: bool = False
-
-    def rotated(self, head_dim: int) -> int:
-        """Return the number of a head's dimensions that rotate."""
-        return int(head_dim * self.share)
-
-
-class KVShape(NamedTuple):
-    """The KV of one token in one layer: a key and a value for each of `heads` KV heads."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def values(self) -> int:
-        return self.heads * (self.key_dim + self.value_dim)
-
-
-class Experts(msgspec.Struct, frozen=True):
-    """A mixture of `count` experts of inner width `width`.
-
-    A token uses its `chosen` most likely experts; with `normalized` their weights sum to 1. Every
-    token also uses `shared` experts of the same width, weighted by a gate. `dense_layers` have a
-    feed-forward without experts. `limit` and `alpha` are parameters of the clamped activation.
-    """
-
-    count: int
-    chosen: int
-    width: int
-    normalized: bool = True
-    shared: int = 0
-    dense_layers: tuple[int, ...] = ()
-    limit: float = 0.0
-    alpha: float = 0.0
-
-
-class Arithmetic(msgspec.Struct, frozen=True):
-    """Differences from Llama's arithmetic. On CPUs these need the compiled pass.
-
-    norms: names of a layer's norms before and after attention, before and after the
-        feed-forward; None where there is none.
-    layer_norm: norms subtract the mean.
-    norm_bias: norms have a bias.
-    norm_offset: norms add this number to their weights.
-    parallel: attention and feed-forward have the same input.
-    gated: the feed-forward has gate and up projections; if False, only an up projection.
-    whole_qk_norm: all query heads of a token are normed together, and all its key heads.
-    attention_scale: factor of scores; None is head_dim ** -0.5.
-    attention_softcap, logit_softcap: x becomes cap * tanh(x / cap); 0 means no cap.
-    residual_scale: factor of the outputs of attention and feed-forward before they are added.
-    layer_ropes: rotary embedding of each layer, if layers differ.
-    """
-
-    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    layer_norm: bool = False
-    norm_weights: bool = True
-    norm_bias: bool = False
-    norm_offset: float = 0.0
-    parallel: bool = False
-    activation: str = "silu"
-    gated: bool = True
-    whole_qk_norm: bool = False
-    sinks: bool = False
-    attention_scale: float | None = None
-    attention_softcap: float = 0.0
-    logit_softcap: float = 0.0
-    logit_scale: float = 1.0
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    head_bias: bool = False
-    layer_ropes: tuple[RopeConfig, ...] = ()
-    experts: Experts | None = None
-
-
 class ModelConfig(msgspec.Struct, frozen=True):
-    """Shape and arithmetic of a decoder. `sliding_window[layer]` is the window in tokens (the
-    token itself included) or None for full attention. `max_position_tokens` is the context length.
-    `kv_shapes` has one entry per layer if `num_kv_heads` and `head_dim` do not describe all
-    layers."""
+    """A decoder: token embeddings times `embedding_scale`, its layers, and the LM head. Logits are
+    multiplied by `logit_scale` and become cap * tanh(logit / cap) with the cap `logit_softcap`; 0
+    means no cap. `max_position_tokens` is the context length. With `input`, it is a draft head.
+
+    The properties describe the first layer; use them where all layers have its shape.
+    """
 
     family: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
     max_position_tokens: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    sliding_window: tuple[int | None, ...]
-    tie_embeddings: bool
-    attention_bias: bool
-    attention_out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    layers: tuple[LayerRecord, ...]
+    norm: Norm | None
+    tie_embeddings: bool = False
+    embedding_scale: float = 1.0
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    input: PairInput | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     torch_dtype: str | None = None
     quantisation: Quantisation | None = None
-    kv_shapes: tuple[KVShape, ...] = ()
-    arithmetic: Arithmetic = Arithmetic()
 
     @property
     def plain(self) -> bool:
         """True if our own pass computes the model on every device."""
-        return self.arithmetic == Arithmetic()
+        rest = self.embedding_scale, self.head_bias, self.logit_scale, self.logit_softcap
+        ropes = {layer.mixer.rope for layer in self.layers}
+        layers = all(map(is_llama_like, self.layers)) and len(ropes) < 2
+        return layers and rest == (1.0, False, 1.0, 0.0)
 
     @property
-    def group_size(self) -> int:
-        """Return the number of query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> Attention:
+        return self.layers[0].mixer
+
+    @property
+    def feed_forward(self) -> FeedForward | Experts:
+        feed_forward = self.layers[0].feed_forward
+        assert feed_forward is not None
+        return feed_forward
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.mixer.window for layer in self.layers)
+
+    @property
+    def widest_inner(self) -> int:
+        """Return the largest inner width of the feed-forwards; 0 without one."""
+        blocks = [layer.feed_forward for layer in self.layers]
+        return max((block.inner for block in blocks if block is not None), default=0)
+
+    def with_mixers(self, **changes: Any) -> ModelConfig:
+        """Return the config with these fields of every mixer replaced."""
+        layers = (replace(each, mixer=replace(each.mixer, **changes)) for each in self.layers)
+        return replace(self, layers=tuple(layers))
+
+    def with_feed_forwards(self, **changes: Any) -> ModelConfig:
+        """Return the config with these fields of every feed-forward replaced."""
+        layers = [
+            replace(each, feed_forward=each.feed_forward and replace(each.feed_forward, **changes))
+            for each in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
 
 
 class Fields:

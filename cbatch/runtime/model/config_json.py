@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from cbatch.runtime.model.config import (
-    Arithmetic,
-    Experts,
     Fields,
     ModelConfig,
     ModelError,
-    RopeConfig,
     UnsupportedModelError,
     eos_ids_of,
     read_json_object,
     token_ids,
 )
-from cbatch.runtime.model.families import Family, families
+from cbatch.runtime.model.families import ExpertFields, Family, families
 from cbatch.runtime.model.quantisation import parse_quantisation
+from cbatch.runtime.model.records import (
+    Activation,
+    Attention,
+    Experts,
+    FeedForward,
+    LayerRecord,
+    Norm,
+    Rope,
+)
+from cbatch.runtime.model.rope_json import parse_ropes
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_ACTIVATIONS: dict[str, Activation]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu_squared"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-# One norm, before both attention and the feed-forward; see `Arithmetic.norms`.
-_SHARED_NORM = ("input_layernorm", None, "input_layernorm", None)
 _DEFAULT_NORM_EPS = 1e-6
 _MAX_NORM_EPS = 1.0
 # Context limits in tokens: one of a prompt and one generated; positions fit 32-bit integers.
@@ -62,6 +66,43 @@ def parse_config(
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
     f = Fields(path, {**defaults, **values}, names=names)
     _refuse_unsupported(f, family)
+    numbers = {
+        name: f.number(field) ** power
+        for name, (field, power) in family.numbers.items()
+        if f.get(field) is not None
+    }
+    norm = Norm("norm", f.number(family.eps, _DEFAULT_NORM_EPS, _MAX_NORM_EPS), **family.norm)
+    mixer = _attention(f, family, norm, numbers)
+    types = _layer_types(f, family, f.integer("num_hidden_layers"))
+    windows = _windows(f, family, f.integer("num_hidden_layers"), types)
+    main_rope, ropes = parse_ropes(f, family, windows, types, mixer.key_dim)
+    feed_forwards = _feed_forwards(f, family, norm, numbers)
+    rows = zip(ropes, windows, feed_forwards, strict=True)
+    layers = (
+        LayerRecord(replace(mixer, rope=rope, window=window), feed_forward, family.parallel)
+        for rope, window, feed_forward in rows
+    )
+    return ModelConfig(
+        family=family.name,
+        vocab_size=f.integer("vocab_size"),
+        hidden_size=f.integer("hidden_size"),
+        max_position_tokens=_context_tokens(f, family, main_rope),
+        layers=tuple(layers),
+        norm=norm,
+        tie_embeddings=f.flag("tie_word_embeddings", False),
+        embedding_scale=numbers.get("embedding_scale", 1.0),
+        head_bias=family.head_bias,
+        logit_scale=numbers.get("logit_scale", 1.0),
+        logit_softcap=numbers.get("logit_softcap", 0.0),
+        eos_token_ids=token_ids(f, "eos_token_id"),
+        bos_token_id=next(iter(token_ids(f, "bos_token_id")), None),
+        torch_dtype=_dtype(f),
+        quantisation=parse_quantisation(f.get("quantization_config"), f.error),
+    )
+
+
+def _attention(f: Fields, family: Family, norm: Norm, numbers: dict[str, float]) -> Attention:
+    """Return the attention of a layer, without rope and window."""
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     kv_heads = f.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -69,51 +110,52 @@ def parse_config(
     head_dim = f.integer("head_dim", hidden // heads)
     if head_dim % 2:
         raise f.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
-    layers = f.integer("num_hidden_layers")
-    types = _layer_types(f, family, layers)
-    windows = _windows(f, family, layers, types)
-    rope, layer_ropes = _ropes(f, family, windows, types, head_dim)
-    return ModelConfig(
-        family=family.name,
-        vocab_size=f.integer("vocab_size"),
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=f.integer("intermediate_size"),
-        max_position_tokens=_context_tokens(f, family, rope),
-        rms_norm_eps=f.number(family.eps, _DEFAULT_NORM_EPS, _MAX_NORM_EPS),
-        rope=rope,
-        sliding_window=windows,
-        tie_embeddings=f.flag("tie_word_embeddings", False),
-        attention_bias=_bias(f, family.qkv_bias),
-        attention_out_bias=_bias(f, family.out_bias),
-        mlp_bias=_bias(f, family.mlp_bias),
-        qk_norm=family.qk_norm,
-        eos_token_ids=token_ids(f, "eos_token_id"),
-        bos_token_id=next(iter(token_ids(f, "bos_token_id")), None),
-        torch_dtype=_dtype(f),
-        quantisation=parse_quantisation(f.get("quantization_config"), f.error),
-        arithmetic=_arithmetic(f, family, layer_ropes),
+    return Attention(
+        **_branch(family.norms[:2], norm, numbers),
+        heads=heads,
+        kv_heads=kv_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+        scale=numbers.get("attention_scale", head_dim**-0.5),
+        soft_cap=numbers.get("attention_softcap", 0.0),
+        bias=_bias(f, family.qkv_bias),
+        out_bias=_bias(f, family.out_bias),
+        qk_norm=Norm("norm", norm.eps, offset=norm.offset) if family.qk_norm else None,
+        norms_whole=family.qk_norm == "whole",
+        sinks=family.sinks,
     )
 
 
-def _arithmetic(f: Fields, family: Family, layer_ropes: tuple[RopeConfig, ...]) -> Arithmetic:
-    options = dict(family.flags)
-    if options.get("parallel"):
-        options["norms"] = _SHARED_NORM
-    if "norms" in options:
-        options["norms"] = tuple(name or None for name in options["norms"])
-    for name, (field, power) in family.numbers.items():
-        if f.get(field) is not None:
-            options[name] = f.number(field) ** power
-    experts = _experts(f, family)
-    act = _activation(f, family)
-    return Arithmetic(activation=act, experts=experts, layer_ropes=layer_ropes, **options)
+def _branch(names: Sequence[str], norm: Norm, numbers: dict[str, float]) -> dict[str, Any]:
+    """Return the fields of a `Branch` whose norms, before and after it, have these names."""
+    before, after = (replace(norm, name=name) if name else None for name in names)
+    scale = numbers.get("residual_scale", 1.0)
+    return {"norm": before, "out_norm": after, "out_scale": scale}
 
 
-def _activation(f: Fields, family: Family) -> str:
+def _feed_forwards(
+    f: Fields, family: Family, norm: Norm, numbers: dict[str, float]
+) -> list[FeedForward | Experts]:
+    """Return the feed-forward of each layer."""
+    names = (family.norms[0], "") if family.parallel else family.norms[2:]
+    branch, activation = _branch(names, norm, numbers), _activation(f, family)
+    dense = FeedForward(
+        **branch,
+        inner=f.integer("intermediate_size"),
+        activation=activation,
+        gated=family.gated,
+        bias=_bias(f, family.mlp_bias),
+    )
+    layers = range(f.integer("num_hidden_layers"))
+    if family.experts is None:
+        return [dense for _ in layers]
+    experts = _experts(f, family.experts, branch, activation)
+    interval = f.integer("decoder_sparse_step", 1)
+    dense_layers = f.get("mlp_only_layers", [])
+    return [dense if i in dense_layers or (i + 1) % interval else experts for i in layers]
+
+
+def _activation(f: Fields, family: Family) -> Activation:
     if family.experts is not None and family.experts.clamped:
         return "clamped"
     field = "hidden_act" if f.get("hidden_activation") is None else "hidden_activation"
@@ -126,10 +168,9 @@ def _activation(f: Fields, family: Family) -> str:
     return _ACTIVATIONS[act]
 
 
-def _experts(f: Fields, family: Family) -> Experts | None:
-    fields = family.experts
-    if fields is None:
-        return None
+def _experts(
+    f: Fields, fields: ExpertFields, branch: dict[str, Any], activation: Activation
+) -> Experts:
     count = f.integer("num_local_experts" if f.get("num_experts") is None else "num_experts")
     chosen, width = f.integer("num_experts_per_tok"), f.integer(fields.width)
     if chosen > count:
@@ -140,16 +181,15 @@ def _experts(f: Fields, family: Family) -> Experts | None:
     if shared_width % width:
         problem = f"must be a multiple of the width of an expert, {width}; got {shared_width}"
         raise f.error(fields.shared, problem, UnsupportedModelError)
-    interval = f.integer("decoder_sparse_step", 1)
-    dense_layers = f.get("mlp_only_layers", [])
-    layers = range(f.integer("num_hidden_layers"))
     return Experts(
+        **branch,
         count=count,
         chosen=chosen,
-        width=width,
+        inner=width,
+        activation=activation,
         normalized=fields.normalized or f.flag("norm_topk_prob", False),
         shared=shared_width // width,
-        dense_layers=tuple(i for i in layers if i in dense_layers or (i + 1) % interval),
+        bias=fields.clamped,
         limit=f.number("swiglu_limit") if fields.clamped else 0.0,
         alpha=f.number("swiglu_alpha") if fields.clamped else 0.0,
     )
@@ -189,7 +229,7 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
         problem = f"mixtures of experts are not supported in {family.name}; use a dense model"
         raise f.error("num_experts", problem, UnsupportedModelError)
     needs_plain_weights = (
-        family.names or family.fused or family.experts or family.flags.get("norm_bias")
+        family.names or family.fused or family.experts or family.norm.get("has_bias")
     )
     if needs_plain_weights and f.get("quantization_config") is not None:
         problem = f"{family.name} is supported with unquantised weights only"
@@ -236,7 +276,7 @@ def _windows(
     )
 
 
-def _context_tokens(f: Fields, family: Family, rope: RopeConfig) -> int:
+def _context_tokens(f: Fields, family: Family, rope: Rope) -> int:
     """Return the longest context. As in vLLM, it depends on the type of the rope:
 
     - linear: `max_position_embeddings` is the length before scaling, times the factor;
@@ -257,129 +297,3 @@ def _context_tokens(f: Fields, family: Family, rope: RopeConfig) -> int:
         )
         raise f.error("max_position_embeddings", problem)
     return round(context)
-
-
-def _ropes(
-    f: Fields,
-    family: Family,
-    windows: tuple[int | None, ...],
-    types: list[str] | None,
-    head_dim: int,
-) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
-    if types is not None and family.ropes == "typed":
-        nested = f.get("rope_parameters", {})
-        if not isinstance(nested, dict):
-            raise f.error("rope_parameters", f"must be an object, got {nested!r:.40}")
-        local_theta = f.get("rope_local_base_freq", f.get("rope_theta"))
-        by_type = {}
-        for kind, overrides in (
-            ("full_attention", {}),
-            ("sliding_attention", {"rope_theta": local_theta, "rope_scaling": None}),
-        ):
-            values = {**f.values, **overrides, "rope_parameters": nested.get(kind)}
-            by_type[kind] = _rope(Fields(f.path, values, names=f.names), family, head_dim)
-        return by_type["full_attention"], tuple(by_type[kind] for kind in types)
-    rope = _rope(f, family, head_dim)
-    no_rope = replace(rope, share=0.0)
-    if family.ropes == "windowed" and any(windows):
-        return rope, tuple(no_rope if window is None else rope for window in windows)
-    if family.ropes == "listed":
-        layers, interval = len(windows), f.integer("no_rope_layer_interval")
-        # 1 for a layer with a rope, despite the name of the field.
-        flags = f.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
-        if not isinstance(flags, list) or len(flags) != layers:
-            raise f.error("no_rope_layers", f"must have {layers} numbers, got {flags!r:.40}")
-        return rope, tuple(rope if each else no_rope for each in flags)
-    return rope, ()
-
-
-def _rope(f: Fields, family: Family, head_dim: int) -> RopeConfig:
-    """Parse the fields of a rope: `rope_parameters` (transformers 5), or `rope_theta` with
-    `rope_scaling` (earlier)."""
-    context_tokens = f.integer("max_position_embeddings")
-    field = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
-    raw = f.get(field, {})
-    if not isinstance(raw, dict):
-        raise f.error(field, f"must be an object, got {raw!r:.40}")
-    r = Fields(f.path, raw, f"{field}.", f.names)
-    kind = r.get("rope_type", r.get("type", "default"))
-    if kind not in _ROPE_TYPES:
-        problem = f"{kind!r:.40} is not supported; supported: {', '.join(_ROPE_TYPES)}"
-        raise r.error("rope_type", problem, UnsupportedModelError)
-    share = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0), 1.0)
-    if share != 1.0 and "partial_rotary_factor" not in family.defaults:
-        raise r.error("partial_rotary_factor", "only 1.0 is supported", UnsupportedModelError)
-    theta = r.number("rope_theta", f.number("rope_theta", RopeConfig().theta))
-    plain = RopeConfig(theta=theta, share=share, interleaved=family.interleaved)
-    if plain.rotated(head_dim) % 2:
-        rotated = plain.rotated(head_dim)
-        problem = f"must rotate an even number of dimensions; {share!r} of {head_dim} is {rotated}"
-        raise r.error("partial_rotary_factor", problem)
-    if kind == "default":
-        return plain
-    if kind == "yarn" and theta == 1:
-        raise f.error("rope_theta", "must not be 1 with yarn")
-    field = "original_max_position_embeddings"
-    source = f if r.get(field) is None or field in family.defaults else r
-    original = source.integer(field, context_tokens)
-    default_factor = context_tokens / original if kind in ("yarn", "longrope") else None
-    factor = r.number("factor", default_factor)
-    if kind == "linear":
-        return replace(plain, type=kind, factor=factor)
-    if kind == "longrope":
-        return _longrope(r, plain, original, factor, plain.rotated(head_dim) // 2)
-    if kind == "llama3":
-        return replace(
-            plain,
-            type=kind,
-            factor=factor,
-            low_freq_factor=r.number("low_freq_factor"),
-            high_freq_factor=r.number("high_freq_factor"),
-            original_max_position_tokens=original,
-        )
-    return replace(
-        plain,
-        type=kind,
-        factor=factor,
-        original_max_position_tokens=original,
-        attention_factor=_yarn_attention_factor(r, factor),
-        beta_fast=r.number("beta_fast", 32.0),
-        beta_slow=r.number("beta_slow", 1.0),
-        truncate=r.flag("truncate", True),
-    )
-
-
-def _longrope(r: Fields, plain: RopeConfig, original: int, factor: float, pairs: int) -> RopeConfig:
-    """Return LongRoPE (arXiv:2402.13753) with the divisors in `short_factor`, which are for
-    contexts up to the original length. Longer contexts would need those in `long_factor`."""
-    divisors = r.get("short_factor")
-    valid = isinstance(divisors, list) and all(
-        isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf
-        for n in divisors
-    )
-    if not valid or len(divisors) != pairs:
-        raise r.error("short_factor", f"must be {pairs} positive numbers, got {divisors!r:.40}")
-    scale = 1.0
-    if factor > 1 and original > 1:
-        scale = math.sqrt(1 + math.log(factor) / math.log(original))
-    return replace(
-        plain,
-        type="longrope",
-        original_max_position_tokens=original,
-        attention_factor=r.number("attention_factor", scale),
-        divisors=tuple(map(float, divisors)),
-    )
-
-
-def _yarn_attention_factor(r: Fields, factor: float) -> float:
-    """Return the field `attention_factor`, or 0.1 mscale ln(factor) + 1 (YaRN, eq. 22,
-    arXiv:2309.00071), divided by the same with `mscale_all_dim` if both fields are set."""
-
-    def scale(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if r.get("attention_factor") is not None:
-        return r.number("attention_factor")
-    if r.get("mscale") and r.get("mscale_all_dim"):
-        return scale(r.number("mscale")) / scale(r.number("mscale_all_dim"))
-    return scale(1.0)

@@ -33,6 +33,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fused: matrices that the checkpoint stores as one.
     stacked: a layer's experts are one tensor with outputs or inputs first; "": a tensor per expert.
     defaults: the values that transformers assumes for absent fields.
+    qk_norm: whether each head is normed, or all heads of a token together.
     qkv_bias, out_bias, mlp_bias: present, absent, or the name of the field that decides.
     windows: the layers with a sliding window: `all`; those called sliding in `layer_types`, or
         without that list all but every `full_every`th (`typed`); those from `max_window_layers`
@@ -41,8 +42,11 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         window (`windowed`); only on layers where `no_rope_layers` has a 1 (`listed`).
     interleaved: the two dimensions of a rotary pair are neighbours.
     eps: the field with the epsilon of norms.
-    flags: values of fields of `Arithmetic`.
-    numbers: fields of `Arithmetic` -> (config field, power that it is raised to).
+    norms: names of a layer's norms before and after attention, before and after the feed-forward.
+    norm: fields of `Norm` that all norms share.
+    parallel: attention and feed-forward read the same normed input.
+    gated, sinks, head_bias: fields of the records.
+    numbers: factors and caps of the records -> (config field, power that it is raised to).
     unsupported: fields that must be absent, null or false.
     """
 
@@ -54,13 +58,18 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qkv_bias: bool | str = "attention_bias"
     out_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "heads", "whole"] = ""
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    norm: dict[str, Any] = {}
+    parallel: bool = False
+    gated: bool = True
+    sinks: bool = False
+    head_bias: bool = False
     windows: Literal["none", "all", "typed", "late"] = "none"
     full_every: int = 0
     ropes: Literal["one", "typed", "windowed", "listed"] = "one"
     interleaved: bool = False
     eps: str = "rms_norm_eps"
-    flags: dict[str, Any] = {}
     numbers: dict[str, tuple[str, float]] = {}
     experts: ExpertFields | None = None
     unsupported: tuple[str, ...] = ()

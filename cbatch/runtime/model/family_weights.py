@@ -23,11 +23,12 @@ class FamilyWeights(WeightSource):
 
     def __init__(self, files: WeightSource, config: ModelConfig) -> None:
         self._files, self._family = files, family_named(config.family)
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        m = config.attention
+        q, k, v = m.heads * m.key_dim, m.kv_heads * m.key_dim, m.kv_heads * m.value_dim
         # Fused matrix -> {part: rows}.
         self._fused_rows = {
-            "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+            "qkv_proj": {"q_proj": q, "k_proj": k, "v_proj": v},
+            "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.widest_inner),
         }
 
     def scalar(self, name: str) -> float | None:

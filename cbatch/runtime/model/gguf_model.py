@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.model.config import ModelConfig, RopeConfig
+from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.end_tokens import END_TOKENS
 from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
+from cbatch.runtime.model.records import Attention, Rope
 from cbatch.runtime.model.weight_files import WeightSource
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -106,12 +107,10 @@ def config_of(file: Gguf) -> ModelConfig:
         "torch_dtype": _dtype(file),
     }
     names |= {f"{each}_token_id": f"tokenizer.ggml.{each}_token_id" for each in ("bos", "eos")}
-    config = msgspec.structs.replace(
-        parse_config(values, file.path, names),
-        attention_bias="blk.0.attn_q.bias" in tensors,
-        attention_out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_up.bias" in tensors,
-    )
+    biased = {part: f"blk.0.{part}.bias" in tensors for part in ("attn_q", "attn_output", "ffn_up")}
+    config = parse_config(values, file.path, names)
+    config = config.with_mixers(bias=biased["attn_q"], out_bias=biased["attn_output"])
+    config = config.with_feed_forwards(bias=biased["ffn_up"])
     for name, ids in (("bos", [config.bos_token_id]), ("eos", config.eos_token_ids)):
         for token in ids:
             if token is not None and token >= config.vocab_size:
@@ -124,7 +123,7 @@ def config_of(file: Gguf) -> ModelConfig:
     _check_tensors(file, config)
     if _ROPE_FACTORS not in tensors:
         return config
-    return msgspec.structs.replace(config, rope=_with_factors(file, config))
+    return config.with_mixers(rope=_with_factors(file, config.attention))
 
 
 def _scalar(file: Gguf, key: str, default: Any = None) -> Any:
@@ -212,8 +211,8 @@ def _check_tensors(file: Gguf, config: ModelConfig) -> None:
 
 
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = c.hidden_size, c.intermediate_size
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    hidden, inner, m = c.hidden_size, c.widest_inner, c.attention
+    q, kv = m.heads * m.key_dim, m.kv_heads * m.key_dim
     layer: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (hidden,),
         "attn_q.weight": (q, hidden),
@@ -225,14 +224,14 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         "ffn_up.weight": (inner, hidden),
         "ffn_down.weight": (hidden, inner),
     }
-    if c.attention_bias:
+    if m.bias:
         layer |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
-    if c.attention_out_bias:
+    if m.out_bias:
         layer |= {"attn_output.bias": (hidden,)}
-    if c.mlp_bias:
+    if c.feed_forward.bias:
         layer |= {"ffn_gate.bias": (inner,), "ffn_up.bias": (inner,), "ffn_down.bias": (hidden,)}
-    if c.qk_norm:
-        layer |= {"attn_q_norm.weight": (c.head_dim,), "attn_k_norm.weight": (c.head_dim,)}
+    if m.qk_norm:
+        layer |= {"attn_q_norm.weight": (m.key_dim,), "attn_k_norm.weight": (m.key_dim,)}
     shapes = {_EMBEDDING: (c.vocab_size, hidden), "output_norm.weight": (hidden,)}
     if not c.tie_embeddings:
         shapes["output.weight"] = (c.vocab_size, hidden)
@@ -241,14 +240,14 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _with_factors(file: Gguf, config: ModelConfig) -> RopeConfig:
+def _with_factors(file: Gguf, mixer: Attention) -> Rope:
     tensor = file.tensors[_ROPE_FACTORS]
-    fits = tensor.shape == (config.head_dim // 2,)
+    fits = tensor.shape == (mixer.key_dim // 2,)
     factors = tensor.dequantised(torch.float32) if fits else torch.zeros(1)
     if not (factors > 0).all():
-        problem = f"must hold {config.head_dim // 2} positive numbers"
+        problem = f"must hold {mixer.key_dim // 2} positive numbers"
         raise file.error(f"tensor {_ROPE_FACTORS}", problem)
-    return msgspec.structs.replace(config.rope, divisors=tuple(factors.tolist()))
+    return msgspec.structs.replace(mixer.rope, divisors=tuple(factors.tolist()))
 
 
 class GgufWeights(WeightSource):
@@ -279,11 +278,11 @@ class GgufWeights(WeightSource):
         tensor = self._file.tensors.get(gguf_name)
         if tensor is None:
             raise self._file.error(f"tensor {gguf_name}", "is missing")
-        c = self._config
-        heads = {"attn_q": c.num_heads, "attn_k": c.num_kv_heads}.get(gguf_name.split(".")[-2])
-        if heads is None or c.family not in ("llama", "mistral"):
+        m = self._config.attention
+        heads = {"attn_q": m.heads, "attn_k": m.kv_heads}.get(gguf_name.split(".")[-2])
+        if heads is None or self._config.family not in ("llama", "mistral"):
             return tensor
-        rows = tensor.raw.reshape(heads, c.head_dim // 2, 2, -1)
+        rows = tensor.raw.reshape(heads, m.key_dim // 2, 2, -1)
         return tensor._replace(raw=rows.swapaxes(1, 2).reshape(-1))
 
 

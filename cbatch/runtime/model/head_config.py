@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from cbatch.runtime.model.config import Fields, ModelConfig, read_json_object
 from cbatch.runtime.model.config_json import parse_config
+from cbatch.runtime.model.records import Norm, PairInput
 
 if TYPE_CHECKING:
     from cbatch.runtime.model.head_weights import HeadWeights
@@ -48,7 +49,6 @@ class HeadConfig(msgspec.Struct, frozen=True):
     layer: ModelConfig
     hidden_layers: tuple[int, ...]
     draft_vocab_size: int
-    norm_before_residual: bool = False
     norm_output: bool = False
     input_norm: bool = False  # one norm over all states that are read, before fc
     fc_norm: bool = False  # one norm for each layer's states
@@ -58,11 +58,22 @@ class HeadConfig(msgspec.Struct, frozen=True):
     num_blocks: int = 1
     shares_head: bool = False
 
+    @property
+    def eps(self) -> float:
+        """The epsilon of all norms."""
+        norm = self.layer.norm or self.layer.feed_forward.norm
+        assert norm is not None
+        return norm.eps
+
+    @property
+    def normed_residual(self) -> bool:
+        return self.layer.input is not None and self.layer.input.normed_residual
+
     def __str__(self) -> str:
         if self.kind == "medusa":
             return f"{self.num_heads} medusa heads"
         layers = ", ".join(map(str, self.hidden_layers))
-        residual = ", normed residual" if self.norm_before_residual else ""
+        residual = ", normed residual" if self.normed_residual else ""
         return f"{self.kind} head that reads the inputs of layers {layers}{residual}"
 
 
@@ -116,6 +127,7 @@ def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
     if not isinstance(inner, dict):
         raise f.error("transformer_layer_config", f"must be an object, got {inner!r:.40}")
     layer = _layer(f, inner, target, weights)
+    layer = head_layer(layer, "eagle3" if eagle3 else "eagle")
     if not eagle3:
         bias = "fc.bias" in names
         return [HeadConfig("eagle", layer, (target.num_layers,), target.vocab_size, fc_bias=bias)]
@@ -124,12 +136,21 @@ def read_head(path: Path, target: ModelConfig) -> list[HeadConfig]:
         layer=layer,
         hidden_layers=(),
         draft_vocab_size=_draft_vocab(f, target),
-        norm_before_residual=f.flag("norm_before_residual", False),
         norm_output=f.flag("norm_output", False) and algorithm is not None,
         input_norm="input_norm.weight" in names,
         fc_norm="fc_norm.0.weight" in names,
     )
     return _readings(config, f, target)
+
+
+def head_layer(layer: ModelConfig, kind: str) -> ModelConfig:
+    """Return the records of an EAGLE head from those of a Llama with one layer."""
+    assert layer.norm is not None
+    eps, layer = layer.norm.eps, layer.with_mixers(norm=None)
+    if kind == "eagle":
+        return msgspec.structs.replace(layer, norm=None, input=PairInput(fused=True))
+    pair = PairInput(False, Norm("input_layernorm", eps), Norm("hidden_norm", eps))
+    return msgspec.structs.replace(layer, input=pair)
 
 
 def _fc_norms(names: frozenset[str]) -> bool:
@@ -159,17 +180,19 @@ def _layer(
         values["head_dim"] = rows[0] // heads
     layer = parse_config(values, f.path)
     if not layer.plain:
-        problem = f"{layer.arithmetic.activation} is not supported; supported: silu"
+        activation = layer.feed_forward.activation
+        problem = f"{activation} is not supported; supported: silu"
         raise f.error("hidden_act", problem)
+    assert layer.norm is not None
     norms = "layers.0.self_attn.q_norm.weight" in weights.names
-    biased = "layers.0.self_attn.q_proj.bias" in weights.names
+    layer = layer.with_mixers(
+        qk_norm=Norm("norm", layer.norm.eps) if norms else None,
+        bias="layers.0.self_attn.q_proj.bias" in weights.names,
+        out_bias=False,
+    ).with_feed_forwards(bias=False)
     context = min(layer.max_position_tokens, target.max_position_tokens)
     return msgspec.structs.replace(
         layer,
-        qk_norm=norms,
-        attention_bias=biased,
-        attention_out_bias=False,
-        mlp_bias=False,
         # A head's config often has its training length; rotary positions are relative.
         max_position_tokens=max(context, min(target.max_position_tokens, 2048)),
     )
@@ -199,7 +222,7 @@ def _medusa(f: Fields, weights: HeadWeights, target: ModelConfig) -> HeadConfig:
         raise f.error(field, problem)
     return HeadConfig(
         kind="medusa",
-        layer=msgspec.structs.replace(target, num_layers=0, sliding_window=()),
+        layer=msgspec.structs.replace(target, layers=()),
         hidden_layers=(target.num_layers,),
         draft_vocab_size=_draft_vocab(f, target, "truncated_vocab_size"),
         num_heads=heads,
@@ -239,12 +262,16 @@ def _readings(config: HeadConfig, f: Fields, target: ModelConfig) -> list[HeadCo
     if not fits:
         field, problem = "eagle_aux_hidden_state_layer_ids", f"{list(ids[0])} of {count} layers"
         raise f.error(field, f"{problem}; use a head that was trained for this model")
-    is_stated = f.get("norm_before_residual") is not None
-    residual = [config.norm_before_residual]
-    if not is_stated:
-        residual.append(not config.norm_before_residual)
+    stated = f.flag("norm_before_residual", False)
+    residual = [stated] if f.get("norm_before_residual") is not None else [False, True]
+    replace, layer, pair = msgspec.structs.replace, config.layer, config.layer.input
+    assert pair is not None
     return [
-        msgspec.structs.replace(config, hidden_layers=each, norm_before_residual=normed)
+        replace(
+            config,
+            hidden_layers=each,
+            layer=replace(layer, input=replace(pair, normed_residual=normed)),
+        )
         for normed in residual
         for each in fits
     ]

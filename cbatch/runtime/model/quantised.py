@@ -241,8 +241,8 @@ def _as_blocks(name: str, matrix: Codes) -> GgufTensor | None:
 
 
 def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
-    hidden, inner = c.hidden_size, c.intermediate_size
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    hidden, inner, m = c.hidden_size, c.widest_inner, c.attention
+    q, kv = m.heads * m.key_dim, m.kv_heads * m.key_dim
     shapes = {
         "self_attn.q_proj": (q, hidden),
         "self_attn.k_proj": (kv, hidden),

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbatch.runtime.model.config import ModelConfig, RopeConfig
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Rope
 
 _FIRST_POSITIONS = 256
-ROW_GAP = 8  # complex numbers between rows: 64 bytes, to keep them aligned
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Return the frequencies, fp32 [head_dim / 2], in radians per token; 0 for dimensions that do
     not rotate.
 
@@ -23,7 +23,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """
     rotated = rope.rotated(head_dim)
     frequencies = torch.zeros(head_dim // 2)
-    if rotated:
+    if rotated and rope.type != "none":
         frequencies[: rotated // 2] = _scaled_frequencies(rope, rotated)
     return frequencies
 
@@ -32,14 +32,14 @@ def has_angles(config: ModelConfig) -> bool:
     """Return whether all angles up to the context length are finite. Valid fields may have
     quotients or logarithms that are not finite."""
     try:
-        ropes = {config.rope, *config.arithmetic.layer_ropes}
-        fastest = max(inverse_frequencies(r, config.head_dim).max().item() for r in ropes)
+        ropes = {(layer.mixer.rope, layer.mixer.key_dim) for layer in config.layers}
+        fastest = max(inverse_frequencies(*each).max().item() for each in ropes)
     except (ArithmeticError, ValueError):
         return False
     return fastest * config.max_position_tokens < torch.finfo(torch.float32).max
 
 
-def _scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def _scaled_frequencies(rope: Rope, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base = rope.theta**exponents
     if rope.type == "longrope":
@@ -54,7 +54,7 @@ def _scaled_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return frequencies / torch.tensor(rope.divisors) if rope.divisors else frequencies
 
 
-def _llama3(rope: RopeConfig, freq: Tensor) -> Tensor:
+def _llama3(rope: Rope, freq: Tensor) -> Tensor:
     """Divide long wavelengths by `factor`, keep short ones, interpolate those between."""
     original = rope.original_max_position_tokens
     longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
@@ -67,7 +67,7 @@ def _llama3(rope: RopeConfig, freq: Tensor) -> Tensor:
     return torch.where((wavelength >= shortest) & (wavelength <= longest), between, scaled)
 
 
-def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
+def _yarn(rope: Rope, base: Tensor, head_dim: int) -> Tensor:
     """Return YaRN's frequencies (section 3.2): a ramp from extrapolation to interpolation."""
 
     def dimension_of(rotations: float) -> float:
@@ -86,44 +86,17 @@ def _yarn(rope: RopeConfig, base: Tensor, head_dim: int) -> Tensor:
 
 
 class RotaryTable:
-    """Factors that rotate a row of the fused QKV projection, by position.
+    """The factors cos + i sin that rotate pairs of adjacent dimensions, by position."""
 
-    A row is [kv_heads, group + 2, head_dim]: for each KV head its queries, then K, then V. The two
-    dimensions of a rotary pair are adjacent. Queries are multiplied by cos + i sin and 1 /
-    sqrt(head_dim), so scores need no scaling. Keys are multiplied by cos + i sin, values by 1.
-    """
-
-    def __init__(
-        self,
-        rope: RopeConfig,
-        head_dim: int,
-        kv_heads: int,
-        group: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device | str) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).numpy()
         rotates = np.arange(head_dim // 2) < rope.rotated(head_dim) // 2
         self._attention_factor = np.where(rotates, np.float32(rope.attention_factor), np.float32(1))
         self._device = device
-        self._score_scale = head_dim**-0.5
-        self._kv_heads, self._group = kv_heads, group
-        self._width = kv_heads * (group + 2) * head_dim // 2
         self._by_position = self._segment(0, _FIRST_POSITIONS)
 
-    def rows(self, positions: Tensor, last_position: int) -> Tensor:
-        """Return the factors of int64 `positions` [T], complex64 [T, row_width / 2]. No position
-        may exceed `last_position`.
-
-        Rows have a gap between them. Otherwise an operation on several rows would be merged into
-        one loop whose scalar end lies at another element for every row count.
-        """
-        while last_position >= len(self._by_position):
-            self._grow()
-        return self._expand(self._by_position.index_select(0, positions))[:, : self._width]
-
     def cos_sin(self, count: int) -> Tensor:
-        """Return cos and sin of positions [0, count), fp32 [count, head_dim / 2, 2]: the factors of
-        keys in `rows`, bit for bit."""
+        """Return cos and sin of positions [0, count), fp32 [count, head_dim / 2, 2]."""
         while count > len(self._by_position):
             self._grow()
         return torch.view_as_real(self._by_position[:count]).contiguous()
@@ -145,18 +118,8 @@ class RotaryTable:
         factors.imag = np.sin(angles).astype(np.float32) * self._attention_factor
         return torch.from_numpy(factors).to(self._device)
 
-    def _expand(self, keys: Tensor) -> Tensor:
-        """Return the factors of whole rows, complex64 [T, row_width / 2 + gap], from those of keys
-        [T, head_dim / 2]."""
-        count, half = keys.shape
-        rows = keys.new_ones(count, self._width + ROW_GAP)
-        roles = rows[:, : self._width].unflatten(1, (self._kv_heads, self._group + 2, half))
-        roles[:, :, : self._group] = (keys * self._score_scale)[:, None, None]
-        roles[:, :, self._group] = keys[:, None]
-        return rows
 
-
-def interleave_halves(weight: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+def interleave_halves(weight: Tensor, rope: Rope, head_dim: int) -> Tensor:
     """Reorder the rotated rows of each head from (x_0.., y_0..) to (x_0, y_0, x_1, y_1, ..).
 
     In most checkpoints the dimensions of a pair are half of the rotated dimensions apart; with

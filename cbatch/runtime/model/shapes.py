@@ -1,37 +1,28 @@
-"""Shapes of a model's products, and their arithmetic."""
+"""Shapes of a model's products."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 from cbatch.runtime.model.config import ModelConfig
-
-
-class Numerics(NamedTuple):
-    """The arithmetic of products: `mode` is "invariant" or "fast"; `may_pack`: there is memory for
-    packed fp32 weights."""
-
-    mode: str
-    may_pack: bool
+from cbatch.runtime.model.records import Experts
 
 
 def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
     """Return [out, in] of the fused products, and the number of each in a forward pass."""
-    c, hidden = config, config.hidden_size
-    queries = c.num_heads * c.head_dim
+    hidden = config.hidden_size
     shapes: Counter[tuple[int, int]] = Counter()
-    shapes[queries + 2 * c.num_kv_heads * c.head_dim, hidden] += c.num_layers
-    shapes[hidden, queries] += c.num_layers
-    experts, dense = c.arithmetic.experts, c.num_layers
-    if experts is not None:
-        dense = len(experts.dense_layers)
-        count = (c.num_layers - dense) * (experts.count + experts.shared)
-        shapes[2 * experts.width, hidden] += count
-        shapes[hidden, experts.width] += count
-    shapes[(1 + c.arithmetic.gated) * c.intermediate_size, hidden] += dense
-    shapes[hidden, c.intermediate_size] += dense
-    shapes[c.vocab_size, hidden] += 1
+    for layer in config.layers:
+        m, f = layer.mixer, layer.feed_forward
+        shapes[m.row_width, hidden] += 1
+        shapes[hidden, m.heads * m.value_dim] += 1
+        if isinstance(f, Experts):
+            shapes[2 * f.inner, hidden] += f.count + f.shared
+            shapes[hidden, f.inner] += f.count + f.shared
+        elif f is not None:
+            shapes[(1 + f.gated) * f.inner, hidden] += 1
+            shapes[hidden, f.inner] += 1
+    shapes[config.vocab_size, hidden] += 1
     return shapes
 
 

@@ -32,25 +32,21 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     if not config.plain:
         problem = f"our own pass cannot shard {config.family}"
         raise FieldError(FIELD, problem, "leave it out, or use model_impl transformers")
+    m, inner = config.attention, config.widest_inner
     for name, count in (
-        ("num_key_value_heads", config.num_kv_heads),
-        ("num_attention_heads", config.num_heads),
-        ("intermediate_size", config.intermediate_size),
+        ("num_key_value_heads", m.kv_heads),
+        ("num_attention_heads", m.heads),
+        ("intermediate_size", inner),
     ):
         if count % size:
             problem = f"{size} does not divide the model's {name}, {count}"
-            raise FieldError(FIELD, problem, _remedy(config))
-    return structs.replace(
-        config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=config.num_kv_heads // size,
-        intermediate_size=config.intermediate_size // size,
-        tie_embeddings=False,
-    )
+            raise FieldError(FIELD, problem, _remedy(m.kv_heads, m.heads, inner))
+    config = config.with_mixers(heads=m.heads // size, kv_heads=m.kv_heads // size)
+    config = config.with_feed_forwards(inner=inner // size)
+    return structs.replace(config, tie_embeddings=False)
 
 
-def _remedy(config: ModelConfig) -> str:
-    counts = config.num_kv_heads, config.num_heads, config.intermediate_size
+def _remedy(*counts: int) -> str:
     fitting = [n for n in range(2, counts[0] + 1) if not any(c % n for c in counts)]
     if not fitting:
         return "leave it out"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cbatch.runtime.model.config import KVShape, ModelError
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.records import Attention
 from cbatch.runtime.transformers_backend.step import LAYER, AttentionLayer, Pass
 
 NAME = "cbatch"  # the name of our implementation in transformers
@@ -111,11 +112,16 @@ def register_layer(
     layer = AttentionLayer(
         index=len(step.layers),
         owner=step,
-        heads=query.shape[1],
-        kv=KVShape(key.shape[1], key.shape[3], value.shape[3]),
-        scale=float(query.shape[3] ** -0.5 if scale is None else scale),
-        window=options.get("sliding_window") or None,
-        softcap=options.get("softcap") or None,
+        mixer=Attention(
+            heads=query.shape[1],
+            kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            scale=float(query.shape[3] ** -0.5 if scale is None else scale),
+            window=options.get("sliding_window") or None,
+            soft_cap=options.get("softcap") or 0.0,
+            sinks=sinks is not None,
+        ),
         sinks=None if sinks is None else sinks.detach().float().reshape(-1).contiguous(),
     )
     step.layers.append(layer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cbatch.runtime.model.config import ModelConfig, ModelError, RopeConfig, eos_ids_of
+from cbatch.runtime.model.config import ModelConfig, ModelError, eos_ids_of
+from cbatch.runtime.model.records import LayerRecord
 from cbatch.runtime.transformers_backend.step import AttentionLayer
 
 _CHANGING_ROPES = ("dynamic", "longrope")  # angles depend on the longest sequence of a step
@@ -14,28 +15,16 @@ _CHANGING_ROPES = ("dynamic", "longrope")  # angles depend on the longest sequen
 def bridge(config: Any, path: Path, layers: list[AttentionLayer], vocab_size: int) -> ModelConfig:
     """Return the config of a model with the attention `layers` of a probe. Raises ModelError for a
     config without a context length."""
-    heads = layers[0].heads
+    records = [LayerRecord(each.mixer, None) for each in layers]
     return ModelConfig(
         family=str(config.model_type),
         vocab_size=vocab_size,
         hidden_size=int(config.hidden_size),
-        num_layers=len(layers),
-        num_heads=heads,
-        num_kv_heads=layers[0].kv.heads,
-        head_dim=layers[0].kv.key_dim,
-        intermediate_size=0,
         max_position_tokens=_context_tokens(config, path, layers),
-        rms_norm_eps=0.0,
-        rope=RopeConfig(),
-        sliding_window=tuple(layer.window for layer in layers),
-        tie_embeddings=False,
-        attention_bias=False,
-        attention_out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
+        layers=tuple(records),
+        norm=None,
         eos_token_ids=eos_ids_of(path),
         bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
-        kv_shapes=tuple(layer.kv for layer in layers),
     )
 
 
@@ -52,7 +41,7 @@ def _context_tokens(config: Any, path: Path, layers: list[AttentionLayer]) -> in
         limits.append(config.attention_chunk_size)
     window: Any = getattr(config, "sliding_window", None)
     masked = window and getattr(config, "use_sliding_window", True)
-    if masked and all(layer.window is None for layer in layers):
+    if masked and all(layer.mixer.window is None for layer in layers):
         limits.append(window)
     for rope in _ropes(config):
         if rope.get("rope_type") in _CHANGING_ROPES:

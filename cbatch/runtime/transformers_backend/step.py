@@ -14,26 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cbatch.runtime.model.config import KVShape
+from cbatch.runtime.model.records import Attention
 
 LAYER = "_cbatch_layer"  # the attribute of an attention module that holds its layer
 
 
 @dataclass(eq=False)
 class AttentionLayer:
-    """One attention layer: its `index` in a pass, and its parameters in the modelling code.
-
-    `window` is in tokens, the token itself included. With `softcap`, scores become
-    softcap * tanh(score / softcap). `sinks` fp32 [heads] are additional scores in the softmax.
-    """
+    """One attention layer: its `index` in a pass, its record, and the `sinks`, fp32 [heads]."""
 
     index: int
     owner: Pass
-    heads: int
-    kv: KVShape
-    scale: float
-    window: int | None
-    softcap: float | None
+    mixer: Attention
     sinks: Tensor | None
     prepared: Any = None  # the layer in a form for the device's kernels, if they need one
 

@@ -133,7 +133,7 @@ SCENARIOS = {
     "a smaller draft with a shorter context": Scenario(
         prompts(12, 20, max_tokens=9),
         {"k": 3},
-        {"noise": 0.05, "vocab_size": 50, "max_position_tokens": 24},
+        {"noise": 0.05, "vocab_size": 50, "context": 24},
         "accepted, rejected",
     ),
     **{kind: WITH_HEAD._replace(draft=kind) for kind in HEADS},
@@ -189,9 +189,9 @@ def test_all_kernels_together(
     monkeypatch.setattr(made_heads, "DIM", 16)  # of queries, as a tile needs
     changes: dict[str, Any] = {}
     if head is None:
-        changes = {"sliding_window": (None, 5), "qk_norm": True, "num_kv_heads": 1}
-        biases = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
-        changes |= {"num_layers": 2, "numerics": "invariant", **biases}
+        changes = {"model_type": "qwen3", "num_key_value_heads": 1, "numerics": "invariant"}
+        changes |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+        changes |= {"attention_bias": True, "mlp_bias": True}
     target = Pair(**changes)
     draft = HeadPair(tmp_path, target, head) if head else Pair(0.03, **changes)
     requests = [

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec import structs
 
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import RowStatus, StepPlan, StepResult
@@ -27,7 +26,6 @@ from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import CudaDevice
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
-from cbatch.runtime.model.shapes import Numerics
 from tests.runtime.engines import NoisyWeights, run_engine, tiny_config
 
 CPU = torch.device("cpu")
@@ -54,9 +52,10 @@ class Pair:
         numerics: str = "fast",
         **changes: Any,
     ) -> None:
-        self.config = structs.replace(tiny_config(), head_dim=16, **changes)
-        source, mode = NoisyWeights(1, noise, poison), Numerics(mode="fast", may_pack=False)
-        self.model = Model(self.config, source, torch.float32, mode)
+        config = tiny_config(head_dim=16, **changes)
+        self.config = config.with_feed_forwards(bias=changes.get("mlp_bias", False))
+        source = NoisyWeights(1, noise, poison)
+        self.model = Model(self.config, source, torch.float32, "fast")
         self.decoder = Decoder(self.config, source, torch.float32, CPU, numerics)
 
 

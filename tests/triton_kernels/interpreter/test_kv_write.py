@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.model.config import RopeConfig
+from cbatch.runtime.model.records import Rope
 from cbatch.runtime.model.rope import RotaryTable
 from triton_kernels.layers.kv_write import kv_write, kv_write_reference
 
@@ -46,7 +46,7 @@ class Write(NamedTuple):
         k_pages, v_pages = pool.to(kv_dtype or dtype).permute(3, 1, 2, 0, 4)
         fused = torch.randn(TOKENS, KV_HEADS, group + 2, head_dim, generator=gen) * 3
         positions = torch.randint(LONGEST, (TOKENS,), generator=gen).int()
-        table = RotaryTable(RopeConfig(), head_dim, KV_HEADS, group, fused.device)
+        table = RotaryTable(Rope(), head_dim, fused.device)
         return cls(fused.to(dtype), positions, slots, table.cos_sin(LONGEST), k_pages, v_pages)
 
     def both(self, **options: Any) -> tuple[Write, Write]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from msgspec import structs
 from torch import Tensor
 
 from cbatch.runtime.gpu.decoder import Decoder, QuantisedDense
@@ -60,9 +59,7 @@ def test_what_it_does_not_take_is_none() -> None:
     assert pack("Q8_0", torch.zeros(2, 3 * 34, dtype=torch.uint8)) is None  # 96 columns
 
 
-CONFIG = structs.replace(
-    tiny_config(), hidden_size=64, head_dim=16, intermediate_size=128, num_layers=1
-)
+CONFIG = tiny_config(hidden_size=64, head_dim=16, intermediate_size=128, num_hidden_layers=1)
 
 
 class Stored(NoisyWeights):

@@ -22,7 +22,6 @@ from torch import Tensor
 from cbatch.core.scheduler.plan import NewSequence
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafters.compiled_head import SlotStates
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.cpu.drafters.last_states import LastStates
@@ -36,8 +35,7 @@ MAX_WAITING_STATES = 512
 
 class EagleDrafter(DraftModel):
     """Drafts with an EAGLE head. `kv_len` equals the target's after every step; waiting states are
-    ingested before the KV cache is read. If all rows are greedy, one call makes all drafts of a
-    step."""
+    ingested before the KV cache is read."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__(cast(Model, head))
@@ -81,25 +79,7 @@ class EagleDrafter(DraftModel):
         self._ingest_waiting()
         # The first token of a sequence has no state before it.
         rows = rows._replace(num_drafts=rows.num_drafts * (rows.num_tokens > 1))
-        return self._propose_greedy(rows) if self._is_greedy(rows) else super().propose(rows)
-
-    def _is_greedy(self, rows: DraftRows) -> bool:
-        table = self.table
-        shaped = table.logits_processors.num_active and table.logits_processors.active[rows.slots]
-        return bool(table.greedy[rows.slots].all()) and not np.any(shaped)
-
-    def _propose_greedy(self, rows: DraftRows) -> Proposal:
-        depths = np.minimum(rows.num_drafts, self.context_tokens + 1 - rows.num_tokens)
-        drafts = np.zeros((len(depths), max(int(depths.max()), 0)), dtype=np.int64)
-        num_drafted, non_finite = np.zeros_like(depths), np.zeros(len(depths), dtype=np.bool_)
-        at = (depths > 0).nonzero()[0]
-        if len(at):
-            slots, known = rows.slots[at], rows.num_tokens[at]
-            proposed = self.head.compiled.draft(self._slot_states(), slots, known, depths[at])
-            drafts[at], num_drafted[at], non_finite[at] = proposed
-            self.kv_len[slots] = known - 1 + num_drafted[at]
-        self.kv_len[rows.slots[non_finite]] = 0
-        return Proposal(drafts, num_drafted, None, non_finite)
+        return super().propose(rows)
 
     def read_states(self, states: StepStates) -> None:
         if not len(states.slots):
@@ -124,10 +104,18 @@ class EagleDrafter(DraftModel):
             )
             # NumPy, because torch would first wake its threads, which takes longer than the copy.
             hidden = torch.from_numpy(np.concatenate([step.hidden.numpy() for step in steps]))
-        self.head.compiled.ingest(self._slot_states(), slots.astype(np.int64), starts, lens, hidden)
-
-    def _slot_states(self) -> SlotStates:
-        return SlotStates(self.table, self.kv, self._states.of_slot, self._states.of_block)
+        if not len(hidden):
+            return
+        fused = self.head.fuse(hidden)
+        states, last, now = fused.roll(1, 0), self._states.of_slot.numpy(), fused.numpy()
+        ends = lens.cumsum()
+        for slot, first, end in zip(slots.tolist(), ends - lens, ends, strict=True):
+            if first < end:
+                states[first] = torch.from_numpy(last[slot])
+                last[slot] = now[end - 1]
+        self._states.keep_of_blocks(slots, starts, lens, fused)
+        batch = self._batch(slots, starts, lens, np.zeros_like(lens))
+        self.head.choices(batch, self.kv, states)
 
     def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
         states = self._output_states

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.batch import RaggedBatch
-from cbatch.runtime.cpu.compiled_pass import CompiledDecoder, StateReading
+from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
 from cbatch.runtime.cpu.decoder import Model
-from cbatch.runtime.cpu.drafters.compiled_head import CompiledHead, StateFusing
 from cbatch.runtime.cpu.drafters.rounded import RoundedProducts
 from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.cpu.torch_pass import TorchPass
 from cbatch.runtime.drafting.heads.eagle import EagleTensors, eagle_vocabulary
 from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.layers import PairWeights
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
 
@@ -44,39 +44,27 @@ class EagleHead(Head):
     def _build(
         self, head: HeadConfig, weights: HeadWeights, target: Model, target_head: Tensor
     ) -> None:
-        c, tensors = head.layer, _Tensors(head, weights, target)
+        tensors = _Tensors(head, weights, target)
         self.vocabulary = eagle_vocabulary(head, weights)
-        norms, fc = tensors.read_norms(target), tensors.state_fusing_layer(target)
+        self._norms, self._fc = tensors.read_norms(target), tensors.state_fusing_layer(target)
         layer, input_layer = tensors.layer(), tensors.input_layer()
-        reading = StateReading(input_layer, None, None, None, plain_in=True, plain_out=True)
-        if input_layer is None:
-            reading = StateReading(
-                input_layer=None,
-                only_kv=tensors.projected("kv"),
-                token_norm=tensors.norm("layers.0.input_layernorm"),
-                state_norm=tensors.norm("layers.0.hidden_norm"),
-                normed_residual=head.norm_before_residual,
-            )
+        only_kv = tensors.projected("kv") if input_layer is None else None
+        pair = PairWeights(input_layer, only_kv, *tensors.pair_norms())
         lm_head = tensors.lm_head(self.vocabulary, target_head)
-        embedding = tensors.embedding(target)
-        products = [p for p in (*layer.products(), lm_head, fc, *reading[:2]) if p]
-        if any(linear.compiled is None for linear in products):
-            raise ModelError("draft: heads need the project's kernels: install a C compiler (gcc)")
-        self._decoder = CompiledDecoder(c, embedding, [layer], lm_head, reading)
-        size = (c.hidden_size,)
+        run_layers = CompiledDecoder if tensors.compiled else TorchPass
+        parts = self.config, tensors.embedding(target), [layer], lm_head
+        self._pass: CompiledDecoder | TorchPass = run_layers(*parts, pair=pair)
+        size = (self.config.hidden_size,)
         self._norm = weights.get("norm.weight", size).float() if head.norm_output else None
-        self.matrix_bytes = sum(p.compiled.num_bytes for p in products if p.compiled is not None)
-        width = target.config.hidden_size
-        self.compiled = CompiledHead(
-            self._decoder,
-            StateFusing(len(head.hidden_layers), width, fc, norms, head.input_norm),
-            self.vocabulary,
-            carries_normed=head.norm_output,
-            carry_norm=self._norm,
-        )
+        products = *layer.products(), lm_head, self._fc, input_layer, only_kv
+        self.matrix_bytes = sum(each.num_bytes for each in products if each is not None)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        return self.compiled.fuse(hidden)
+        states = hidden.flatten(1) if self.head.input_norm else hidden
+        if self._norms is not None:
+            states = F.rms_norm(states, states.shape[-1:], eps=self.head.eps) * self._norms
+        states = states.flatten(1)
+        return states if self._fc is None else self._fc(states.contiguous())
 
     def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
         return self.forward(batch, kv, self.fuse(hidden).roll(1, 0))[0]
@@ -91,7 +79,7 @@ class EagleHead(Head):
         """Return the same as `forward`, but logits [N, ids] only of the ids in `vocabulary`."""
         size = (self.config.hidden_size,)
         states_out = torch.empty(len(batch.logits_index), 1, *size)
-        logits = self._decoder.run(
+        logits = self._pass.run(
             batch.tokens,
             batch.query_lens,
             batch.context_lens,
@@ -104,5 +92,5 @@ class EagleHead(Head):
         )
         states_out = states_out[:, 0]
         if self.head.norm_output:
-            states_out = F.rms_norm(states_out, size, self._norm, self.config.rms_norm_eps)
+            states_out = F.rms_norm(states_out, size, self._norm, self.head.eps)
         return logits, states_out

@@ -42,15 +42,11 @@ class MedusaHead(Head):
             self._blocks = [tensors.blocks(i) for i in range(head.num_heads)]
             self._heads = tensors.heads(self.vocabulary, target_head)
         products = [*self._heads, *(linear for blocks in self._blocks for linear in blocks)]
-        size = self.dtype.itemsize
-        self.matrix_bytes = sum(
-            p.shape[0] * p.shape[1] * size if p.compiled is None else p.compiled.num_bytes
-            for p in products
-        )
+        self.matrix_bytes = sum(product.num_bytes for product in products)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         size = self.config.hidden_size
-        return F.rms_norm(hidden[:, 0], (size,), self._norm, self.config.rms_norm_eps)
+        return F.rms_norm(hidden[:, 0], (size,), self._norm, self.head.eps)
 
     def first_logits(self, batch: RaggedBatch, kv: KVCache, hidden: Tensor) -> Tensor:
         return self.logits(self.fuse(hidden).roll(1, 0), [torch.arange(len(hidden))])[0]

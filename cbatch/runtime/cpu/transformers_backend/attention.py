@@ -15,7 +15,7 @@ from cbatch.runtime.compiled.layer_attention import (
     LayerAttention,
     LayerShape,
 )
-from cbatch.runtime.cpu.transformers_backend.torch_attention import TorchStep, attend, plan_step
+from cbatch.runtime.cpu.torch_attention import TorchStep, attend, plan_step
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.transformers_backend.step import AttentionLayer, Pass
 
@@ -30,7 +30,7 @@ class CpuStep(NamedTuple):
         """Attend as `LayerStep.compute` does."""
         if isinstance(self.step, AttentionStep):
             return self.step.attend(layer.prepared, self.kv.block_rows[layer.index], q, k, v)
-        return attend(layer, self.step, self.kv, q, k, v)
+        return attend(layer.mixer, layer.sinks, self.step, self.kv, layer.index, q, k, v)
 
 
 class CpuAttention:
@@ -41,8 +41,9 @@ class CpuAttention:
         self._kernels: CompiledAttention | None = None
         try:
             for layer in layers:
-                shape = layer.heads, *layer.kv, layer.scale, layer.window, layer.softcap
-                layer.prepared = LayerAttention(LayerShape(*shape, layer.sinks))
+                m = layer.mixer
+                shape = m.heads, m.kv_heads, m.key_dim, m.value_dim, m.scale, m.window
+                layer.prepared = LayerAttention(LayerShape(*shape, m.soft_cap or None, layer.sinks))
             self._kernels = CompiledAttention()
         except ValueError:
             pass

@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from cbatch.runtime.compiled import compiles
+from cbatch.runtime.cpu.linear import resolve_numerics
 from cbatch.runtime.cpu.transformers_backend.model import TransformersModel
-from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.rank_group import RankGroup
 from cbatch.runtime.transformers_backend.loading import load_net, quiet
 from cbatch.runtime.transformers_backend.self_test import compare, reference_of
-from cbatch.system.machine import memory_bytes
-
-_PACK_BYTES_SHARE = 0.5  # limit of packed copies, as a share of the machine's memory
 
 
 def load_transformers_model(
@@ -32,14 +28,7 @@ def load_transformers_model(
     net, path, served = load_net(path_or_name, dtype, random_weights_seed)
     with quiet():
         reference = reference_of(net, path)
-        model = TransformersModel(net, path, served, _numerics(numerics, net, served), ranks)
+        resolved = resolve_numerics(numerics, compiled=compiles(served))
+        model = TransformersModel(net, path, served, resolved, ranks)
         compare(model, reference)
     return model
-
-
-def _numerics(mode: str, net: nn.Module, dtype: torch.dtype) -> Numerics:
-    count = sum(parameter.numel() for parameter in net.parameters())
-    may_pack = 4 * count < _PACK_BYTES_SHARE * memory_bytes()
-    if mode == "auto":
-        mode = "invariant" if compiles(dtype) else "fast"
-    return Numerics(mode, may_pack)

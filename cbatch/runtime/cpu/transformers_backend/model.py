@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.batch import RaggedBatch
+from cbatch.runtime.compiled import compiles
 from cbatch.runtime.compiled.threads import single_torch_thread
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.transformers_backend import experts
@@ -20,7 +21,6 @@ from cbatch.runtime.cpu.transformers_backend.attention import CpuAttention
 from cbatch.runtime.cpu.transformers_backend.products import Products, widen
 from cbatch.runtime.cpu.transformers_backend.sharing import RankShard
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.model.shapes import Numerics
 from cbatch.runtime.rank_group import RankGroup
 from cbatch.runtime.transformers_backend import attention
 from cbatch.runtime.transformers_backend.config import bridge
@@ -42,7 +42,7 @@ class TransformersModel:
         net: nn.Module,
         path: Path,
         dtype: torch.dtype,
-        numerics: Numerics,
+        numerics: str,
         ranks: RankGroup | None = None,
     ) -> None:
         """Replace the attention and products of `net`, a causal language model, by ours.
@@ -51,7 +51,7 @@ class TransformersModel:
         Raises ModelError for a model that we cannot compute, and FieldError for a model that cannot
         be divided among the ranks."""
         self.ranks = ranks
-        self.dtype, self.device, self.numerics = dtype, torch.device("cpu"), numerics.mode
+        self.dtype, self.device, self.numerics = dtype, torch.device("cpu"), numerics
         self.net, self.path = net, path
         self._pass = Pass()
         attention.register()
@@ -59,7 +59,7 @@ class TransformersModel:
         with torch.no_grad():
             shard = None if ranks is None else RankShard(net, ranks)
             self._experts = [each for each in net.modules() if experts.pack_experts(each)]
-            self._products = Products(numerics)
+            self._products = Products(compiles(dtype))
             self._products.replace(net)
             widen(net)
             if shard is not None:
@@ -94,11 +94,7 @@ class TransformersModel:
     @property
     def matrix_bytes(self) -> int:
         """Bytes of all weights in memory."""
-        size = 0
-        for linear in self.linears():
-            product = linear.compiled
-            out, columns = linear.shape
-            size += out * columns * self.dtype.itemsize if product is None else product.num_bytes
+        size = sum(linear.num_bytes for linear in self.linears())
         size += sum(experts.num_bytes(each) for each in self._experts)
         return size + sum(p.nbytes for p in self.net.parameters())
 

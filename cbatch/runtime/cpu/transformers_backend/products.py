@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cbatch.runtime.cpu.linear import Linear, make_plan
-from cbatch.runtime.model.shapes import Numerics
+from cbatch.runtime.cpu.linear import Linear
 
 
 class Product(nn.Module):
@@ -64,8 +63,8 @@ def _rows(linear: Linear, x: Tensor) -> Tensor:
 class Products:
     """Replaces the products of a model. Modules that share weights share one product."""
 
-    def __init__(self, numerics: Numerics) -> None:
-        self._numerics = numerics
+    def __init__(self, compiled: bool) -> None:
+        self._compiled = compiled
         self._linears: dict[tuple[int, tuple[int, ...], int | None], Linear] = {}
         self._key_tensors: list[Tensor] = []  # tensors whose addresses are keys of `_linears`
 
@@ -105,14 +104,8 @@ class Products:
         if key not in self._linears:
             self._key_tensors.append(weight)
             matrix = (weight.detach().T if transposed else weight.detach()).contiguous()
-            plan = make_plan(
-                tuple(matrix.shape),
-                matrix.dtype,
-                invariant=self._numerics.mode == "invariant",
-                may_pack=self._numerics.may_pack,
-            )
             bias_fp32 = None if bias is None else bias.detach().float()
-            self._linears[key] = Linear(matrix, bias_fp32, None, plan)
+            self._linears[key] = Linear(matrix, bias_fp32, None, compiled=self._compiled)
         return self._linears[key]
 
 

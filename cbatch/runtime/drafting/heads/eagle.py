@@ -12,6 +12,7 @@ from cbatch.runtime.layers import Layer, P
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
+from cbatch.runtime.model.records import Attention
 
 _ATTENTION = "layers.0.self_attn"
 
@@ -20,25 +21,13 @@ class EagleTensors(HeadBuilder[P]):
     """Builder of an EAGLE head's parts."""
 
     def layer(self) -> Layer[P]:
-        c, mlp = self.config, "layers.0.mlp"
-        hidden, inner, width = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
-        norm = self._norm("layers.0.post_attention_layernorm")
-        return Layer(
-            window=None,
-            qkv=self.projected("qkv"),
-            qk_weight=self._qk_weight(_ATTENTION) if c.qk_norm else None,
-            out=self._product([f"{_ATTENTION}.o_proj.weight"], (hidden, width), None, None),
-            gate_up=self._product(
-                [f"{mlp}.{half}_proj.weight" for half in ("gate", "up")],
-                (inner, hidden),
-                None,
-                norm,
-            ),
-            down=self._product([f"{mlp}.down_proj.weight"], (hidden, inner), None, None),
-        )
+        return self._layer("layers.0", self.config.layers[0])
 
-    def norm(self, module: str) -> Tensor:
-        return self._norm(module)
+    def pair_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the weights of the norms of token and state."""
+        pair = self.config.input
+        assert pair is not None
+        return self._norm("layers.0", pair.token_norm), self._norm("layers.0", pair.state_norm)
 
     def input_layer(self) -> P | None:
         """Return EAGLE-1's linear layer from (embedding, state) to one state; None for EAGLE-3."""
@@ -66,7 +55,7 @@ class EagleTensors(HeadBuilder[P]):
             rows = self._get(name, self.head.draft_vocab_size, hidden)
         else:
             rows = target_head if vocabulary is None else target_head[vocabulary]
-        norm = self._norm("norm") if self.head.kind == "eagle3" else None
+        norm = self._norm("model", self.config.norm)
         return self._linear(rows.to(self.device, self.dtype).contiguous(), None, norm)
 
     def embedding(self, target: Any) -> Any:
@@ -88,11 +77,18 @@ class EagleTensors(HeadBuilder[P]):
         norms = [self.source.get(f"fc_norm.{i}.weight", (size,)) for i in range(count)]
         return torch.stack(norms).float().to(self.device)
 
+    def _qkv(
+        self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
+    ) -> P:
+        return self.projected("qkv")
+
     def projected(self, letters: str) -> P:
         """Return the attention projections `letters` ("qkv" or "kv") as one linear layer."""
-        columns = self.config.hidden_size * (2 if self.head.kind == "eagle3" else 1)
-        weight = self._heads(_ATTENTION, letters, "weight", columns)
-        bias = self._heads(_ATTENTION, letters, "bias") if self.config.attention_bias else None
+        m, columns = self.config.attention, self.config.hidden_size
+        if self.head.kind == "eagle3":
+            columns *= 2
+        weight = self._heads(_ATTENTION, m, letters, "weight", columns)
+        bias = self._heads(_ATTENTION, m, letters, "bias") if m.bias else None
         return self._linear(weight, bias, None)
 
 

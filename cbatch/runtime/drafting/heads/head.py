@@ -12,7 +12,7 @@ from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.layers import LayerBuilder, P
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
-from cbatch.runtime.model.shapes import Numerics
+from cbatch.runtime.model.records import Norm
 
 
 class Head:
@@ -52,12 +52,12 @@ class HeadBuilder(LayerBuilder[P]):
     def __init__(
         self, head: HeadConfig, weights: HeadWeights, target: Any, numerics: str = "invariant"
     ) -> None:
-        mode = Numerics(numerics, may_pack=False)
-        super().__init__(head.layer, weights, target.dtype, target.device, mode)
+        super().__init__(head.layer, weights, target.dtype, target.device, numerics)
         self.head, self.weights, self.names = head, weights, weights.names
         self.quantised = target.matrix_bytes is not None
 
-    def _norm_weight(self, module: str) -> Tensor:
+    def _norm_weight(self, place: str, norm: Norm) -> Tensor:
         """Return a norm's weight in fp32, without rounding it to the model's dtype first."""
-        weight = self.source.get(f"{module}.weight", (self.config.hidden_size,))
+        name = f"{place}.{norm.name}.weight".removeprefix("model.")
+        weight = self.source.get(name, (self.config.hidden_size,))
         return weight.float().to(self.device)

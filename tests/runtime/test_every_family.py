@@ -1,10 +1,12 @@
-"""Families that our own pass computes by flags. Logits and text equal those of transformers' eager
-pass, and configurations have the same meaning."""
+"""Every family on every device: a table of cases. Logits equal those of transformers' eager pass,
+bits are a row's own, and configurations mean what transformers takes them for."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from cbatch import LLM, FieldError, SamplingParams
-from cbatch.runtime.cpu.compiled_pass import CompiledDecoder
-from cbatch.runtime.cpu.decoder import load_model
+from cbatch import LLM, FieldError
+from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.gpu.decoder import load_decoder
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
 from cbatch.runtime.model.config_json import load_config, parse_config
 from cbatch.runtime.model.families import families
+from tests.runtime import engines
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.marks import needs_compiler
-from tests.runtime.test_transformers_backend import SCARCE, assert_greedy, sequences
+from tests.runtime.test_transformers_backend import SCARCE, sequences
 from tests.runtime.tiny_architectures import tiny_config
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
@@ -45,7 +47,7 @@ LONG = {
     "partial_rotary_factor": 0.75,
     "rope_theta": 10000.0,
 }
-# Changes that make a family use its flags where its defaults do not, by `model_type`.
+# Changes that make a family use all that its records can say, by `model_type`.
 CHANGES: dict[str, list[dict[str, Any]]] = {
     "arcee": [{"mlp_bias": True, "attention_bias": True}],
     "ernie4_5": [{"use_bias": True}],
@@ -84,9 +86,9 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "starcoder2": [{"sliding_window": 8}],
     "vaultgemma": [CAPS | {"sliding_window": 8, "query_pre_attn_scalar": 16}],
 }
-OLDER = ("llama", "mistral", "qwen2", "qwen3")  # compared in test_model.py
-KINDS = [family.name for family in families().values() if family.name not in OLDER]
-CASES = [(kind, changes) for kind in KINDS for changes in CHANGES.get(kind, [{}])]
+KINDS = [family.name for family in families().values()]
+CASES = [(kind, i) for kind in KINDS for i in range(len(CHANGES.get(kind, [{}])))]
+DEVICES = [pytest.param("cpu", marks=needs_compiler), "torch"]
 
 
 def make(kind: str, folder: Path, **changes: Any) -> Any:
@@ -111,49 +113,60 @@ def make(kind: str, folder: Path, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 
 
-@needs_compiler
-@pytest.mark.parametrize(("kind", "changes"), CASES)
-def test_logits_are_those_of_the_eager_pass(
-    kind: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    """Chunks and decodes share steps, contexts are longer than windows, and rows are invariant."""
-    net = make(kind, tmp_path, **changes)
+@functools.cache
+def made(kind: str, case: int) -> tuple[Path, list[np.ndarray], torch.Tensor]:
+    """Make the model of a case once. Return its folder, three rows of tokens, and the logits of
+    transformers' eager pass for each of them."""
+    folder = Path(tempfile.mkdtemp(prefix="family-"))
+    net = make(kind, folder, **CHANGES.get(kind, [{}])[case])
     rows = sequences((40, 11, 29))
     with torch.no_grad():
-        expected = torch.cat(
-            [net(torch.from_numpy(r)[None], use_cache=False).logits[0] for r in rows]
-        )
-    model = load_model(tmp_path)
+        logits = [net(torch.from_numpy(r)[None], use_cache=False).logits[0] for r in rows]
+    return folder, rows, torch.cat(logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_logits_are_those_of_transformers(
+    kind: str, case: int, device: str, request: pytest.FixtureRequest
+) -> None:
+    """Chunks and decodes share steps, contexts are longer than windows. Our kernels keep the bits
+    of a row; torch need not."""
+    folder, rows, expected = made(kind, case)
+    if device == "torch":
+        request.getfixturevalue("torch_pass")
+    model = load_model(folder)
     kv = KVCache(model.config, 30, 4, torch.float32, "cpu")
     computed = run_all(model, kv, paged(kv, rows), [1, 5, 2, 7], firsts=[9, 4, 1])
     assert (computed - expected).abs().max() < BOUND * expected.std()
-    assert probe_batch_invariance(model).batch_invariant
+    assert probe_batch_invariance(model).batch_invariant == (device == "cpu")
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "phi3", "qwen2_moe"])
-def test_text_is_that_of_the_eager_pass(kind: str, tmp_path: Path) -> None:
-    """The pool is too small, the prefix cache has hits, and drafts are on and off."""
-    net = make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
+    """The draft is the same model in bf16: most drafts are accepted, and some are not. The pool is
+    too small, and prompts share a prefix."""
+    folder, _, _ = made(kind, 0)
+    target = load_model(folder)
     same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
     prompts = [same + tail for tail in rest] + [same + rest[0], same]
-    for lookahead in ("off", "fixed:4"):
-        settings = SCARCE | {"model_impl": "auto", "lookahead": lookahead, "num_blocks": 15}
-        llm = LLM(tmp_path, drafter=("ngram",), **settings)
-        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-        assert_greedy(net, prompts, llm.generate(prompts, params), 24)
-        stats = llm.engine.scheduler.stats
-        assert stats.preemptions and stats.prefix_hit_tokens
-        assert bool(stats.drafted_tokens) == (lookahead != "off")
-        assert llm.info.code == f"our own ({kind})"
+    requests = [engines.make_request(f"r{i}", p, max_tokens=16) for i, p in enumerate(prompts)]
+    plain = engines.run_engine(requests, target, max_num_seqs=1, enable_prefix_caching=False)
+    draft = load_model(folder, dtype="bfloat16")
+    settings = {"lookahead": "fixed:4", "num_blocks": 20, "max_num_seqs": 4}
+    varied = engines.run_engine(requests, target, draft, **settings, max_num_batched_tokens=16)
+    assert varied.outputs == plain.outputs
+    bits = varied.executor.bits
+    assert [key for key, each in plain.executor.bits.items() if bits[key] != each] == []
+    stats = varied.scheduler.stats
+    assert stats.preemptions and stats.prefix_hit_tokens and (varied.accepted > 0).any()
 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen2_moe"])
-def test_half_precision_and_threads_leave_a_row_its_bits(kind: str, tmp_path: Path) -> None:
-    make(kind, tmp_path, **CHANGES.get(kind, [{}])[0])
-    # It has only one implementation.
-    model = load_model(tmp_path, dtype="bfloat16", numerics="fast")
+def test_half_precision_and_threads_leave_a_row_its_bits(kind: str) -> None:
+    model = load_model(made(kind, 0)[0], dtype="bfloat16")
     assert probe_batch_invariance(model).batch_invariant
     rows, bits = sequences((23, 14)), []
     for threads in (1, 3):
@@ -161,6 +174,21 @@ def test_half_precision_and_threads_leave_a_row_its_bits(kind: str, tmp_path: Pa
         kv = KVCache(model.config, 20, 4, torch.bfloat16, "cpu")
         bits.append(run_all(model, kv, paged(kv, rows), [3 * threads]))
     assert torch.equal(*bits)
+
+
+@needs_compiler
+def test_values_may_be_narrower_than_keys(request: pytest.FixtureRequest) -> None:
+    """No family has such attention yet: both passes compute the same."""
+    config = engines.tiny_config().with_mixers(key_dim=12, value_dim=6, scale=0.3)
+    logits = []
+    for compiled in (True, False):
+        if not compiled:
+            request.getfixturevalue("torch_pass")
+        model = Model(config, engines.NoisyWeights(1), torch.float32, "fast")
+        assert model.compiled == compiled
+        kv = KVCache(config, 30, 4, torch.float32, "cpu")
+        logits.append(run_all(model, kv, paged(kv, [np.arange(33), np.arange(9)]), [5, 1]))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def read(values: dict[str, Any]) -> ModelConfig | None:
@@ -249,7 +277,7 @@ def test_older_spellings_mean_the_same(architecture: str, values: dict[str, Any]
         ),
     ],
 )
-def test_what_the_flags_do_not_say_is_left_to_others(
+def test_what_records_cannot_say_is_left_to_others(
     kind: str, changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     tiny_config(kind).save_pretrained(tmp_path)
@@ -288,23 +316,17 @@ def test_a_field_that_is_wrong_is_named(
         parse_config(values | names | changes, Path("config.json"))
 
 
-def test_where_our_pass_is_not_compiled_transformers_code_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_family_is_served_without_kernels(tmp_path: Path) -> None:
     make("granite", tmp_path)
     settings = SCARCE | {"model_impl": "auto"}
-    assert LLM(tmp_path, dtype="float16", **settings).info.code.startswith("transformers ")
-    with pytest.raises(UnsupportedModelError, match="granite needs a C compiler"):
-        LLM(tmp_path, dtype="float16", **settings | {"model_impl": "own"})
+    llm = LLM(tmp_path, dtype="float16", **settings)
+    assert llm.info.code == "our own (granite)" and not llm.info.batch_invariant
     with pytest.raises(UnsupportedModelError, match="granite is not supported on a GPU"):
         LLM(tmp_path, device="cuda", **settings | {"model_impl": "own"})
     with pytest.raises(
         UnsupportedModelError, match="granite is not supported by our own pass on a"
     ):
         load_decoder(tmp_path, device="cpu")
-    monkeypatch.setattr(CompiledDecoder, "of", lambda *parts: None)
-    with pytest.raises(UnsupportedModelError, match="granite needs compiled kernels"):
-        load_model(tmp_path)
 
 
 @needs_compiler

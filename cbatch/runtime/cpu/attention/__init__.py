@@ -1,1 +1,0 @@
-"""Attention over paged KV on CPUs, by torch. Imports `model`."""

@@ -1,0 +1,102 @@
+"""Lowers the records of a model and their weights to the structs of the compiled pass (step.h).
+
+Which steps are fused is decided here: norms before products are folded into fp32 weights
+(`CompiledProduct`), and outputs that are added as they are, are added by the last product. `lower`
+of step.h decides on the activation, which depends on the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cbatch.runtime.compiled.experts import Gating
+from cbatch.runtime.compiled.product import CompiledProduct, address_of
+from cbatch.runtime.compiled.structs import struct
+from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.layers import Layer, PairWeights
+from cbatch.runtime.model.records import Branch, Experts, FeedForward, Norm, PairInput
+
+_RMS_NORM, _LAYER_NORM = 1, 2
+_EACH_HEAD, _ALL_HEADS = 1, 2
+
+
+def product_of(linear: Linear | None) -> Any:
+    """Return the struct of a product; None has no parts."""
+    if linear is None:
+        return struct("linear")()
+    assert isinstance(linear.compiled, CompiledProduct)
+    return linear.compiled.struct
+
+
+def lower_norm(norm: Norm | None, weight: Tensor | None) -> Any:
+    if norm is None:
+        return struct("norm")()
+    kind = _LAYER_NORM if norm.centred else _RMS_NORM
+    return struct("norm")(address_of(weight), norm.eps, kind)
+
+
+def norm_before(norm: Norm | None, linear: Linear) -> Any:
+    """Lower the norm before a product. The product has what is not folded of its weight."""
+    assert linear.compiled is not None
+    return lower_norm(norm, linear.compiled.scale)
+
+
+def lower_layers(layers: Sequence[Layer[Linear]], max_tokens: int) -> Any:
+    """Return an array of the layers' structs, without `cos_sin`. A window of `max_tokens`, the
+    context length, has no effect."""
+    return (struct("layer") * len(layers))(*(_layer(layer, max_tokens) for layer in layers))
+
+
+def _branch(branch: Branch, before: Any, after: Tensor | None) -> Any:
+    later = not branch.adds_plainly or isinstance(branch, Experts)
+    return struct("branch")(before, lower_norm(branch.out_norm, after), branch.out_scale, later)
+
+
+def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
+    m, f, parallel = layer.record.mixer, layer.record.feed_forward, layer.record.parallel
+    assert f is not None and not (parallel and isinstance(f, Experts))
+    mixer = struct("attention")(
+        joins=_branch(m, norm_before(m.norm, layer.qkv), layer.after_attention),
+        qkv=product_of(layer.qkv),
+        out=product_of(layer.out),
+        qk_weight=address_of(layer.qk_weight),
+        sinks=address_of(layer.sinks),
+        kv_heads=m.kv_heads,
+        group=m.group,
+        dim=m.key_dim,
+        value_dim=m.value_dim,
+        window=m.window or max_tokens,
+        qk_norm=0 if m.qk_norm is None else _ALL_HEADS if m.norms_whole else _EACH_HEAD,
+        scale=m.scale,
+        cap=m.soft_cap,
+        qk_eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
+    )
+    if isinstance(f, Experts):
+        before = lower_norm(f.norm, layer.router_norm)
+    else:
+        before = norm_before(f.norm, layer.gate_up)
+    forward = struct("feed_forward")(
+        joins=_branch(f, before, layer.after_forward),
+        gate_up=product_of(layer.gate_up),
+        down=product_of(layer.down),
+        inner=f.inner,
+        activation=Gating[f.activation.upper()],
+        gated=f.gated if isinstance(f, FeedForward) else True,
+    )
+    if isinstance(f, Experts):
+        forward.experts = ctypes.pointer(layer.experts.mixture(f))
+    return struct("layer")(mixer, forward, parallel, -1)
+
+
+def lower_pairs(pair: PairInput, weights: PairWeights) -> Any:
+    return struct("pair_input")(
+        product_of(weights.input_layer),
+        product_of(weights.only_kv),
+        lower_norm(pair.token_norm, weights.token_norm),
+        lower_norm(pair.state_norm, weights.state_norm),
+        pair.normed_residual,
+    )
