@@ -19,7 +19,7 @@ from cbatch.core.scheduler.sequence import Commit
 from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable
 from cbatch.core.scheduler.state import SchedulerState
 
-PLAIN_EVERY = 32  # every 32nd step without chunks is observed, if the policy has no prices
+PLAIN_EVERY = 64  # every 64th step without chunks is observed, if the policy has no prices
 _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
 _NO_TOKEN = int(RowStatus.NO_TOKEN)
