@@ -36,7 +36,7 @@ AnyEvent = (
     Configured | Added | Cancelled | TextFinished | Failed | Planned | Committed | ExecutorReset
 )
 FORMAT = "cbatch-step-log"
-VERSION = 1
+VERSION = 2
 _CONFIGURED = b'"Configured"'  # in the first bytes of a `Configured` event's line
 _LOOK_BYTES = 2**16  # bytes per read in the search for the last line, backwards from the end
 # Larger sizes of a scheduler, which allocates memory by them, are damage.
