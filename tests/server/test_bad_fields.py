@@ -284,7 +284,11 @@ TEXTS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("convert", "body", "field"), TEXTS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("convert", "body", "field"),
+    TEXTS,
+    ids=lambda value: getattr(value, "__name__", str(value)[:40]),
+)
 def test_texts_and_tokens(convert: Any, body: dict[str, Any], field: str) -> None:
     with pytest.raises(FieldError) as caught:
         convert(json.dumps(body).encode(), model())
