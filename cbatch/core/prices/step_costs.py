@@ -12,7 +12,7 @@ import math
 import numpy as np
 from msgspec import structs
 
-from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.cost_profile import MAX_CORNER, CostProfile
 from cbatch.core.prices.robust_fit import RobustFit
 from cbatch.core.prices.step_work import StepSample, StepWork
 
@@ -26,7 +26,7 @@ _PROFILED = 0.15  # how far prices of a profile may be off, relative
 _CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
 _LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
-_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, 8.0)  # a corner of 8 is sharp
+_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, MAX_CORNER)
 
 
 class StepPrices:
@@ -162,8 +162,9 @@ class StepCosts:
         tokens = work.target_tokens
         power = (token_s * tokens / base_s) ** corner
         corner_s = base_s * (1 + power) ** (1 / corner)
-        share = power / (1 + power)  # of the tokens
-        entropy = (1 - share) * math.log(1 - share) + (share and share * math.log(share))
+        rest = 1 / (1 + power)
+        share = power * rest  # of the tokens
+        entropy = rest * math.log(rest) + (share and share * math.log(share))
         counts = (
             (base_s / corner_s) ** (corner - 1),
             tokens * (token_s * tokens / corner_s) ** (corner - 1),
