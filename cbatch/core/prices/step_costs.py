@@ -22,7 +22,7 @@ _UNKNOWN = CostProfile(
 )
 _SPREAD = np.array([0.3, 0.06, 0.5, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
 _FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
-_PROFILED = 0.15  # how far prices of a profile may be off, relative
+_PROFILED = 0.5  # how far prices of a profile may be off, relative
 _CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
 _LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
