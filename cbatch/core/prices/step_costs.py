@@ -23,6 +23,10 @@ _UNKNOWN = CostProfile(
 _SPREAD = np.array([0.3, 0.06, 0.5, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
 _FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
 _PROFILED = 0.5  # how far prices of a profile may be off, relative
+# A profile's price may wrongly be near 0: a share of an unknown machine's error is added. The share
+# of `verify_s` is the largest, so that drafts that take far longer than profiled soon cease.
+_UNPROFILED = np.full(10, 0.3)
+_UNPROFILED[7] = 2.0
 _CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
 _LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
@@ -56,7 +60,7 @@ class StepCosts:
         spread = _SPREAD * profile.base_s
         spread[_CORNER] = _SPREAD[_CORNER]
         if accuracy < 1:
-            spread = accuracy * (prices + 0.3 * spread)
+            spread = accuracy * (prices + _UNPROFILED * spread)
         lowest = _LOWEST.copy()
         lowest[0] = 1e-3 * profile.base_s
         target, draft = slice(0, _FIRST_DRAFT), slice(_FIRST_DRAFT, None)
