@@ -149,3 +149,18 @@ def test_drafts_that_take_far_longer_than_profiled_soon_cease(draft_s: float) ->
     speeds = [float(tokens[s].sum() / seconds[s].sum()) for s in (slice(100), slice(1000, None))]
     to_off = [speed * plain_s / rows for speed in speeds]
     assert to_off[0] < 0.9 and to_off[1] >= 0.98, to_off
+
+
+def test_prices_are_learned_where_prompts_come_and_go() -> None:
+    """A prompt waits before every third step."""
+    costs = StepCosts(CostProfile(PLAIN_S))
+    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=1), PolicyLimits(4, 8, costs))
+    for slot in range(4):
+        policy.enter(slot, None)
+    caps = np.ones(4, np.int32)
+    for step in range(40):
+        k = policy.choose(RowsToPlan(slice(0, 4), caps, 4, num_prompts=int(step % 3 == 0)))
+        assert k is not None and k.all()
+        sample = StepSample(decoding(4, depth=1), 1e-9, PLAIN_S)
+        policy.observe(DraftedRows(slice(0, 4), k, k, sample))
+    assert costs.is_measured(drafts=True)
