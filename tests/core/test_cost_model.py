@@ -53,6 +53,15 @@ def test_a_profile_is_priced_as_it_says(tokens: int) -> None:
     assert draft_s == pytest.approx(4e-4 + (tokens - 4) * 5e-6) or tokens == 4
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_step_with_chunks_is_priced_as_it_says(depth: int) -> None:
+    model, work = StepCosts(PROFILE), decoding(4, 10_000, depth=depth)
+    mixed = decoding(4, 10_064, depth=depth, prefill_tokens=64, prefill_pairs=64 * 32)
+    mixed.target_tokens += 64
+    seconds = float(model.with_chunks(work, np.array([64]), 0)[0])
+    assert seconds == pytest.approx(PROFILE.step_s(mixed)[1])
+
+
 def test_below_the_corner_tokens_cost_little_and_beyond_it_all_they_take() -> None:
     step_s = StepCosts(CostProfile(6e-3, 2e-5, 8.0)).prices(1, 0, 2000).step_s
     assert step_s[150] < 1.01 * step_s[0]

@@ -142,7 +142,8 @@ class StepCosts:
         context = work.context_tokens + history + sizes
         pairs = work.pairs + sizes * (history + sizes / 2)
         seconds = self.seconds(work.target_tokens + sizes, work.logit_tokens, context, pairs)
-        seconds += float(self._target.prices[6])
+        chunk_s, verify_s = self._target.prices[6:].tolist()
+        seconds += chunk_s + verify_s * (work.draft_tokens > 0)
         return seconds
 
     def variance_of_ratio(self, work: StepWork, other: StepWork) -> float:
