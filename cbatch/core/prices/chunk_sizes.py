@@ -45,7 +45,7 @@ class ChunkSizes:
         self._sizes = np.unique(np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens))
         self._max_tokens = max_tokens
         self.last = self._max_measured = 0  # tokens of the last chosen chunk, and of the largest
-        self._best_for = self._num_chunks = 0  # rows at the last search; measured chunks
+        self._best_for = self.num_chunks = 0  # rows at the last search; measured steps with chunks
         self._history = 0.0  # mean context of a chunk's tokens, of recent chunks
         self._margins: dict[float, float] = {}  # by target, last observed last
 
@@ -53,7 +53,7 @@ class ChunkSizes:
         """Observe a committed step, whose rows have this target."""
         work, seconds = sample.work, sample.draft_s + sample.rest_s
         if work.prefill_tokens:
-            self._num_chunks += 1
+            self.num_chunks += 1
             self._max_measured = max(self._max_measured, work.prefill_tokens)
             history = work.prefill_pairs / work.prefill_tokens
             self._history += (history - self._history) / _MEMORY
@@ -101,7 +101,7 @@ class ChunkSizes:
         max_chunk = min(max(_GROWTH * self._max_measured, _FIRST_TOKENS), self._max_tokens)
         if not self._costs.is_known:
             return max_chunk
-        if work.rows != self._best_for or self._num_chunks % _BEST_EVERY == 0:
+        if work.rows != self._best_for or self.num_chunks % _BEST_EVERY == 0:
             self._best_for, best = work.rows, self._best(work.plain)
             if not self.last / _HYSTERESIS <= best <= self.last * _HYSTERESIS:
                 self.last = best
