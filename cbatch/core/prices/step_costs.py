@@ -73,10 +73,7 @@ class StepCosts:
             highest=_HIGHEST,
             is_seconds=_IS_SECONDS,
         )
-        if self._draft is None:
-            self._draft = RobustFit(
-                prices[draft], spread[draft], common=accuracy, drifts=self._drifts
-            )
+        self._draft = RobustFit(prices[draft], spread[draft], common=accuracy, drifts=self._drifts)
 
     @property
     def is_known(self) -> bool:
