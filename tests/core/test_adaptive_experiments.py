@@ -123,3 +123,44 @@ def test_a_step_without_drafts_is_tried_soon_where_prompts_are_never_far() -> No
             policy.costs.observe(sample)  # as a scheduler does
         drafted.append(count > 0)
     assert np.mean(drafted[20:100]) > 0.5 and np.mean(drafted[150:]) < 0.1
+
+
+@pytest.mark.parametrize("draft_s", [0.0, 7.5e-3 / 32])
+def test_drafts_that_take_far_longer_than_profiled_soon_cease(draft_s: float) -> None:
+    """A full step of drafts takes four times as long as a plain one; the profile says 1.1 times.
+    Its price is per step, or half of it per draft."""
+    rows, depth, steps, plain_s = 8, 4, 2000, 5e-3
+    costs = StepCosts(CostProfile(0.975 * plain_s, 0.1 * plain_s / 32))
+    policy = AdaptivePolicy(
+        LookaheadConfig(policy="adaptive", k=depth), PolicyLimits(rows, rows * (1 + depth), costs)
+    )
+    for slot in range(rows):
+        policy.enter(slot, None)
+    rng, tokens, seconds = np.random.default_rng(0), np.zeros(steps), np.zeros(steps)
+    for step in range(steps):
+        k = chosen(policy, rows, depth)
+        runs = np.cumprod(rng.random((rows, depth)) < 0.7, axis=1).sum(axis=1)
+        accepted, drafts = np.minimum(runs, k).astype(np.int32), int(k.sum())
+        verify_s = 3 * plain_s - 32 * draft_s
+        seconds[step] = plain_s + verify_s * (drafts > 0) + draft_s * drafts
+        cost = StepSample(decoding(rows, drafts=drafts, depth=int(k.max())), 0.0, seconds[step])
+        policy.observe(DraftedRows(slice(0, rows), k, accepted, cost))
+        tokens[step] = rows + accepted.sum()
+    speeds = [float(tokens[s].sum() / seconds[s].sum()) for s in (slice(100), slice(1000, None))]
+    to_off = [speed * plain_s / rows for speed in speeds]
+    assert to_off[0] < 0.9 and to_off[1] >= 0.98, to_off
+
+
+def test_prices_are_learned_where_prompts_come_and_go() -> None:
+    """A prompt waits before every third step."""
+    costs = StepCosts(CostProfile(PLAIN_S))
+    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=1), PolicyLimits(4, 8, costs))
+    for slot in range(4):
+        policy.enter(slot, None)
+    caps = np.ones(4, np.int32)
+    for step in range(40):
+        k = policy.choose(RowsToPlan(slice(0, 4), caps, 4, num_prompts=int(step % 3 == 0)))
+        k = 0 * caps if k is None else k
+        sample = StepSample(decoding(4, depth=int(k.max())), 1e-9, PLAIN_S)
+        policy.observe(DraftedRows(slice(0, 4), k, k, sample))
+    assert costs.is_measured(drafts=True)

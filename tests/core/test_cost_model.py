@@ -53,6 +53,15 @@ def test_a_profile_is_priced_as_it_says(tokens: int) -> None:
     assert draft_s == pytest.approx(4e-4 + (tokens - 4) * 5e-6) or tokens == 4
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_step_with_chunks_is_priced_as_it_says(depth: int) -> None:
+    model, work = StepCosts(PROFILE), decoding(4, 10_000, depth=depth)
+    mixed = decoding(4, 10_064, depth=depth, prefill_tokens=64, prefill_pairs=64 * 32)
+    mixed.target_tokens += 64
+    seconds = float(model.with_chunks(work, np.array([64]), 0)[0])
+    assert seconds == pytest.approx(PROFILE.step_s(mixed)[1])
+
+
 def test_below_the_corner_tokens_cost_little_and_beyond_it_all_they_take() -> None:
     step_s = StepCosts(CostProfile(6e-3, 2e-5, 8.0)).prices(1, 0, 2000).step_s
     assert step_s[150] < 1.01 * step_s[0]
@@ -61,11 +70,26 @@ def test_below_the_corner_tokens_cost_little_and_beyond_it_all_they_take() -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("base_s", 0.0), ("corner", 0.5), ("draft_pass_s", -1.0), ("token_s", float("nan"))],
+    [
+        ("base_s", 0.0),
+        ("corner", 0.5),
+        ("corner", 8.1),
+        ("draft_pass_s", -1.0),
+        ("token_s", float("nan")),
+    ],
 )
 def test_a_bad_profile_names_its_field(field: str, value: float) -> None:
     with pytest.raises(FieldError, match=f"cost_profile.{field}"):
         msgspec.structs.replace(PROFILE, **{field: value})
+
+
+def test_beyond_the_sharpest_corner_a_step_is_priced() -> None:
+    """Its tokens take a thousand times as long as the weights."""
+    model, work = StepCosts(CostProfile(1e-3, 1e-3, 8.0)), decoding(1000)
+    seconds, gradient = model.gradient(work)
+    assert seconds == pytest.approx(1.0) and np.isfinite(gradient).all()
+    model.observe(StepSample(work, 0.0, 2.0))
+    assert 1.0 < model.gradient(work)[0] <= 2.0
 
 
 @pytest.mark.parametrize("profile", [None, PROFILE], ids=["no profile", "wrong profile"])

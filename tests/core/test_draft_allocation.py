@@ -120,3 +120,13 @@ def test_shared_passes_are_not_charged_to_each_row() -> None:
         prices = StepPrices(1 + 0.001 * np.arange(rows + 1), 0.4 if rows > 1 else 0.7)
         k = decide(survival.T, np.ones(rows, np.int32), prices).num_drafts
         assert k.sum() == drafts
+
+
+def test_waiting_prompts_lessen_the_gain_and_are_no_tokens() -> None:
+    survival, prices = np.full((1, 2), 0.9), StepPrices(np.array([1.0, 1.1, 1.2]), 0.0)
+    alone = decide(survival, np.ones(2, np.int32), prices)
+    waited = decide(survival, np.ones(2, np.int32), prices, num_waiting=2)
+    assert alone.tokens_per_s == pytest.approx(3.8 / 1.2)
+    assert alone.gain == pytest.approx(1.9 / 1.2 - 1)
+    assert waited.tokens_per_s == pytest.approx(3.8 / 1.2)
+    assert waited.gain == pytest.approx(2.9 / 2 / 1.2 - 1)

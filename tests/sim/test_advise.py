@@ -290,7 +290,7 @@ def test_prices_fitted_to_a_log_are_those_of_its_steps(tmp_path: Path, core: Eng
         assert np.median(np.abs(fitted_s / true_s - 1)) < 0.02
     work = StepWork(rows=16, decode_rows=16, target_tokens=16, logit_tokens=16, context_tokens=1600)
     assert sum(cost.step_s(work)) == pytest.approx(sum(true.step_s(work)), rel=0.1)
-    slow = [StepSample(s.work, 3 * s.draft_s, s.target_s) for s in recording.samples if s.draft_s]
+    slow = [StepSample(s.work, 3 * s.draft_s, 15e-6) for s in recording.samples if s.draft_s]
     other = with_drafter(prices, slow)
     drafting = next(s.work for s in recording.samples if s.work.draft_depth == 2)
     ratio = other.step_s(drafting)[0] / cost.step_s(drafting)[0]

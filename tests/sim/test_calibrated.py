@@ -100,6 +100,9 @@ def test_a_calibration_predicts_other_steps_of_a_known_engine() -> None:
     assert result.max_rows == 8 and result.held_out.steps >= 5
     with pytest.raises(FieldError, match="--drafter"):
         calibrate(engine, replace(config, drafter=("ngram",)), info, seconds=1.0)
+    with pytest.raises(FieldError, match="--max-num-batched-tokens"):
+        small = replace(config, max_num_seqs=2, max_num_batched_tokens=32)
+        calibrate(engine, small, info, seconds=1.0)
 
 
 def calibration(**more: Any) -> Calibration:

@@ -142,7 +142,7 @@ def test_composition_of_a_step(lookahead: str) -> None:
     config, cost = config_of(lookahead), Watching()
     plans, results, _ = serve(fast(config, cost), config)
     state: dict[int, list[int]] = {}  # by slot: known tokens, tokens in KV
-    verified = since_prefill = 0
+    verified = 0
     for plan, result, work in zip(plans, results, cost.works, strict=True):
         for a in plan.deltas.new_sequences:
             state[a.slot] = [len(a.tokens), a.kv_len_tokens]
@@ -173,8 +173,6 @@ def test_composition_of_a_step(lookahead: str) -> None:
             state[slot] = [known + emitted, kv_len + query - drafts + accepted]
         expected["decode_longest_tokens"] = max(contexts, default=0)
         expected["decode_shortest_tokens"] = min(contexts, default=0)
-        since_prefill = 0 if expected["prefill_tokens"] else since_prefill + 1
-        expected["steps_since_prefill"] = since_prefill
         assert work == expected
     assert (verified > 0) is (lookahead != "off")
 

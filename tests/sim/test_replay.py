@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Added, Committed, Event, Planned
@@ -23,7 +22,6 @@ from cbatch.core.scheduler.scheduler import Scheduler
 from sim.cost.base import constant_cost
 from sim.replay.replay import replay
 from sim.replay.replica import Progress
-from sim.replay.routers import make_router
 from sim.report.report import Objectives, Record, Report, to_json
 from sim.workload.arrivals import poisson
 from sim.workload.generate import Conversations, converse, generate
@@ -193,31 +191,6 @@ def test_constant_cost_by_hand() -> None:
     assert report.output_tokens_per_s == pytest.approx(15 / 2.1)
     assert report.mean_running == pytest.approx(0.15 / 2.1)
     assert report.itl_s.count == 12
-
-
-class WakingCost:
-    """A step costs 10 ms, plus the idle time before it."""
-
-    def step_s(self, work: StepWork) -> tuple[float, float, float]:
-        return 0.0, 0.01 + work.idle_s, 0.0
-
-
-def test_a_cost_gets_the_idle_time_before_a_step() -> None:
-    """In each replica, a tenth of it counts in the step after, and so on."""
-    requests = [
-        TraceRequest(arrival_s=at_s, prompt_tokens=50, output_tokens=n)
-        for at_s, n in ((0.0, 1), (1.0, 4), (9.0, 1))
-    ]
-    woken_s = 0.99 * 1.111 + 0.04
-    expected = [0.01, 0.01 + 0.99, 0.01 + 8.0 - woken_s]
-    config = config_for()
-
-    for router in (None, make_router("round-robin", 2)):
-        records: list[Record] = []
-        executor = executor_for(config, WakingCost())
-        replay(OpenLoop(requests), config, executor, router=router, on_record=records.append)
-        assert [r.ttft_s for r in records] == pytest.approx(expected)
-        assert records[1].e2e_s == pytest.approx(woken_s)
 
 
 def test_what_is_spent_outside_of_the_engine_is_the_requests() -> None:

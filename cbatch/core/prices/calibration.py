@@ -38,7 +38,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     versions: dict[str, str]
     engine: dict[str, Any]  # fields of the scheduler's configuration
     prices: CostProfile
-    profile: CostProfile | None  # measured at start-up; initial prices of the adaptive policy
+    profile: CostProfile | None  # first prices of an engine's steps, measured at start-up
     max_rows: int  # most rows of a measured step
     fitted: Accuracy  # on the steps that the prices were fitted to
     held_out: Accuracy  # on steps of other compositions

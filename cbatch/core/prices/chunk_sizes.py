@@ -24,7 +24,7 @@ MAX_STRETCH = 3.0
 _HYSTERESIS = 1.25
 _TIE = 0.06  # relative difference of speeds that the measurements do not tell
 _BEST_EVERY = 8  # chunks after which the best is found again, or once the number of rows changes
-_MEMORY = 32  # chunks over which their mean context is averaged
+_MEMORY = 32  # chunks over which the mean context before them is averaged
 # A step is planned to take this share (margin) of the target time between two tokens. The share
 # falls after a step longer than the target, and rises after a shorter one: in equilibrium one step
 # in two hundred is too long. Each target has its own, so that clients with short ones change no
@@ -45,17 +45,19 @@ class ChunkSizes:
         self._sizes = np.unique(np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens))
         self._max_tokens = max_tokens
         self.last = self._max_measured = 0  # tokens of the last chosen chunk, and of the largest
-        self._best_for = self._num_chunks = 0  # rows at the last search; measured chunks
-        self._history = 0.0  # mean context of a chunk's tokens, of recent chunks
+        self._best_for = self.num_chunks = 0  # rows at the last search; measured steps with chunks
+        self._history = 0.0  # mean context before a chunk, of recent chunks
         self._margins: dict[float, float] = {}  # by target, last observed last
 
     def observe(self, sample: StepSample, target_s: float | None) -> None:
         """Observe a committed step, whose rows have this target."""
         work, seconds = sample.work, sample.draft_s + sample.rest_s
         if work.prefill_tokens:
-            self._num_chunks += 1
+            self.num_chunks += 1
             self._max_measured = max(self._max_measured, work.prefill_tokens)
-            history = work.prefill_pairs / work.prefill_tokens
+            # A token of a chunk attends to half of the chunk, too.
+            chunk_tokens = work.prefill_tokens / max(work.rows - work.decode_rows, 1)
+            history = max(work.prefill_pairs / work.prefill_tokens - chunk_tokens / 2, 0.0)
             self._history += (history - self._history) / _MEMORY
         if target_s is None or seconds <= 0:
             return
@@ -101,7 +103,7 @@ class ChunkSizes:
         max_chunk = min(max(_GROWTH * self._max_measured, _FIRST_TOKENS), self._max_tokens)
         if not self._costs.is_known:
             return max_chunk
-        if work.rows != self._best_for or self._num_chunks % _BEST_EVERY == 0:
+        if work.rows != self._best_for or self.num_chunks % _BEST_EVERY == 0:
             self._best_for, best = work.rows, self._best(work.plain)
             if not self.last / _HYSTERESIS <= best <= self.last * _HYSTERESIS:
                 self.last = best
@@ -130,8 +132,7 @@ class ChunkSizes:
             return 0.0
         chunk = budget_tokens if self._share >= 1 or not work.rows else self.last or _FIRST_TOKENS
         chunk = min(chunk, budget_tokens)
-        history = max(self._history - chunk / 2, 0.0)
-        seconds = self._costs.with_chunks(work, np.array([chunk]), int(history))
+        seconds = self._costs.with_chunks(work, np.array([chunk]), int(self._history))
         return float(seconds[0]) / chunk
 
 

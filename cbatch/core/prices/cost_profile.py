@@ -9,6 +9,8 @@ import msgspec
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 
+MAX_CORNER = 8.0  # a sharp corner
+
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Prices in seconds; serialisable. The duration of a step is T + s * pairs + drafting:
@@ -40,6 +42,9 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             if not least <= price < math.inf or (name == "base_s" and price <= 0):
                 problem = f"{price!r} is not a price"
                 raise FieldError(f"cost_profile.{name}", problem, "give seconds of 0 or more")
+        if self.corner > MAX_CORNER:
+            problem = f"{self.corner!r} is too sharp a corner"
+            raise FieldError("cost_profile.corner", problem, f"give 1 to {MAX_CORNER:g}")
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         """Return the predicted `draft_s`, `target_s` and `host_s` of a step. The host's part is in

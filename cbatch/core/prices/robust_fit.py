@@ -38,7 +38,7 @@ class RobustFit:
         is_seconds: np.ndarray | float = 1.0,
     ) -> None:
         """`common`: relative standard deviation of all prices together."""
-        self.prices, self._max_spread = prices.astype(np.float64), spread.astype(np.float64)
+        self.prices, self._first_spread = prices.astype(np.float64), spread.astype(np.float64)
         self._lowest, self._highest, self._is_seconds = lowest, highest, is_seconds
         self._drifts, self._num_observed = drifts, 0
         moving = self.prices * is_seconds
@@ -61,7 +61,7 @@ class RobustFit:
             moving = self.prices * self._is_seconds
             self._covariance += np.multiply.outer(_COMMON_DRIFT**2 * moving, moving)
             diagonal = self._covariance.reshape(-1)[:: len(prices) + 1]  # a view
-            diagonal += (_OWN_DRIFT * self._max_spread) ** 2
+            diagonal += (_OWN_DRIFT * self._first_spread) ** 2
 
     def _within_bounds(self, prices: np.ndarray) -> np.ndarray:
         """Return the most likely prices within the bounds. A price that leaves them is set to its

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from msgspec import structs
 
-from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.core.prices.cost_profile import MAX_CORNER, CostProfile
 from cbatch.core.prices.robust_fit import RobustFit
 from cbatch.core.prices.step_work import StepSample, StepWork
 
@@ -22,11 +22,15 @@ _UNKNOWN = CostProfile(
 )
 _SPREAD = np.array([0.3, 0.06, 0.5, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
 _FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
-_PROFILED = 0.15  # how far prices of a profile may be off, relative
+_PROFILED = 0.5  # how far prices of a profile may be off, relative
+# A profile's price may wrongly be near 0: a share of an unknown machine's error is added. The share
+# of `verify_s` is the largest, so that drafts that take far longer than profiled soon cease.
+_UNPROFILED = np.full(10, 0.3)
+_UNPROFILED[7] = 2.0
 _CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
 _LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
-_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, 8.0)  # a corner of 8 is sharp
+_HIGHEST = np.where(_IS_SECONDS > 0, np.inf, MAX_CORNER)
 
 
 class StepPrices:
@@ -56,7 +60,7 @@ class StepCosts:
         spread = _SPREAD * profile.base_s
         spread[_CORNER] = _SPREAD[_CORNER]
         if accuracy < 1:
-            spread = accuracy * (prices + 0.3 * spread)
+            spread = accuracy * (prices + _UNPROFILED * spread)
         lowest = _LOWEST.copy()
         lowest[0] = 1e-3 * profile.base_s
         target, draft = slice(0, _FIRST_DRAFT), slice(_FIRST_DRAFT, None)
@@ -69,10 +73,7 @@ class StepCosts:
             highest=_HIGHEST,
             is_seconds=_IS_SECONDS,
         )
-        if self._draft is None:
-            self._draft = RobustFit(
-                prices[draft], spread[draft], common=accuracy, drifts=self._drifts
-            )
+        self._draft = RobustFit(prices[draft], spread[draft], common=accuracy, drifts=self._drifts)
 
     @property
     def is_known(self) -> bool:
@@ -138,7 +139,8 @@ class StepCosts:
         context = work.context_tokens + history + sizes
         pairs = work.pairs + sizes * (history + sizes / 2)
         seconds = self.seconds(work.target_tokens + sizes, work.logit_tokens, context, pairs)
-        seconds += float(self._target.prices[6])
+        chunk_s, verify_s = self._target.prices[6:].tolist()
+        seconds += chunk_s + verify_s * (work.draft_tokens > 0)
         return seconds
 
     def variance_of_ratio(self, work: StepWork, other: StepWork) -> float:
@@ -162,8 +164,9 @@ class StepCosts:
         tokens = work.target_tokens
         power = (token_s * tokens / base_s) ** corner
         corner_s = base_s * (1 + power) ** (1 / corner)
-        share = power / (1 + power)  # of the tokens
-        entropy = (1 - share) * math.log(1 - share) + (share and share * math.log(share))
+        rest = 1 / (1 + power)
+        share = power * rest  # of the tokens
+        entropy = rest * math.log(rest) + (share and share * math.log(share))
         counts = (
             (base_s / corner_s) ** (corner - 1),
             tokens * (token_s * tokens / corner_s) ** (corner - 1),

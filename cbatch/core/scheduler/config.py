@@ -47,7 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     # model, k is always 0.
     drafter: tuple[str, ...] | None = None
     lookahead: LookaheadConfig = LookaheadConfig()
-    cost_profile: CostProfile | None = None  # first prices of `adaptive`; None: it learns them all
+    cost_profile: CostProfile | None = None  # first prices of steps; None: all are learned
     # While rows decode, a chunk is the smallest that keeps this share of the best prompt
     # throughput. With 1 a chunk may fill the step's budget, and decoding rows wait longer.
     prompt_share: float = PROMPT_SHARE

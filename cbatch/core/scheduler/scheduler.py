@@ -41,6 +41,8 @@ class Scheduler:
         self.config = config
         self._state = SchedulerState(config)
         self._log = log
+        self._prompt_token_s = 0.0
+        self._prompts_priced_at = 0, 0  # decoding rows and measured chunks
         # The last valid parameters, which are not checked again for a request's other choices.
         self._checked: SamplingParams | None = None
         if log:
@@ -153,10 +155,14 @@ class Scheduler:
     @property
     def prompt_token_s(self) -> float:
         """Return the estimated seconds per prompt token at the present load; 0 if unknown."""
-        state, budget_tokens = self._state, self.config.max_num_batched_tokens
-        context_tokens = int(state.table.num_tokens[state.decoding].sum())
-        work = StepWork.decoding(len(state.decoding), context_tokens)
-        return state.chunk_sizes.prompt_token_s(work, budget_tokens)
+        state = self._state
+        num_rows, chunks = len(state.decoding), state.chunk_sizes
+        # The sum over many rows takes longer than all other metrics of a step.
+        if not self._prompt_token_s or self._prompts_priced_at != (num_rows, chunks.num_chunks):
+            work = StepWork.decoding(num_rows, int(state.table.num_tokens[state.decoding].sum()))
+            self._prompt_token_s = chunks.prompt_token_s(work, self.config.max_num_batched_tokens)
+            self._prompts_priced_at = num_rows, chunks.num_chunks
+        return self._prompt_token_s
 
     @property
     def remaining_prompt_tokens(self) -> int:

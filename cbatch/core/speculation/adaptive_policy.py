@@ -52,6 +52,7 @@ class AdaptivePolicy(EstimatingPolicy):
         self._newcomer_drafts = 0  # k of a row that enters, until the next decision
         self._steps = 0  # calls of `choose`
         self._decided_at = self._decide_at = 0  # steps of the last decision and of the next
+        self._learns_from = 0  # step of the last decision that prompts did not cause
         self._newcomers = 0  # rows that entered since the last decision
         self._experiment = range(0)  # steps of the latest experiment
         self._had_prompts = False  # whether prompts waited at the last decision
@@ -124,12 +125,15 @@ class AdaptivePolicy(EstimatingPolicy):
         if self._steps in self._experiment:
             return 2 * self._steps >= self._experiment.start + self._experiment.stop
         interval = SOON_STEPS if self.drafting else DECISION_STEPS
-        return (
-            self._steps - self._decided_at
-        ) % interval == SOON_STEPS - 1 or not self.costs.is_known
+        since = self._steps - self._learns_from
+        return since % interval == SOON_STEPS - 1 or not self.costs.is_known
 
     def _decide(self, step: PlannedRows) -> None:
         self._drift()
+        if self._steps >= self._decide_at or (step.num_prompts > 0) == self._had_prompts:
+            self._learns_from = (
+                self._steps
+            )  # else no step would be learned from: prompts come often
         self._decided_at, self._newcomers = self._steps, 0
         self._had_prompts = step.num_prompts > 0
         self._decide_at = self._steps + SOON_STEPS
@@ -161,7 +165,7 @@ class AdaptivePolicy(EstimatingPolicy):
         steps, prior = self._steps - self._decided_at, np.array(self.prior)
         before = self.estimate[:, idle]
         self.estimate[:, idle] = acceptance.drift(self.config.idle_drift, before, prior, steps)
-        if not self.drafting:
+        if not self.drafting or not self.decision.total_drafts:
             self.all_rows.fade()
 
     def _best(self, step: PlannedRows, prices: StepPrices, depth: int) -> LookaheadDecision:

@@ -7,8 +7,9 @@ with n drafts in all, and c0 that of one sequential pass of the drafter. The bes
 
 The value of draft (i, j) is w_i S_ij. For a given maximum depth, a step of n drafts takes the n
 drafts of the highest values: in each row the first ones, because S_ij falls with j. So a candidate
-k is given by a maximum depth and a minimum value. All candidates are compared, because C is a
-staircase with many local optima. Instead of sorting, values are rounded to `_GRADES` grades.
+k is given by a maximum depth and a minimum value. All candidates are compared: C has a step at the
+first draft, so there are several local optima. Instead of sorting, values are rounded to `_GRADES`
+grades.
 (Fractional program: Dinkelbach 1967; global top-n: TETRIS, arXiv 2502.15197.)
 
 The weights w_i prevent a bias: without them, rows of high acceptance finish early and the batch
@@ -66,15 +67,17 @@ def decide(
     step_s = prices.step_s
     priced_counts = np.minimum(counts, len(step_s) - 1)
     speeds = (rows + num_waiting) + total_values * (priced_counts / np.maximum(counts, 1))
-    speeds /= step_s[priced_counts] + prices.pass_s * depths
+    seconds = step_s[priced_counts] + prices.pass_s * depths
+    speeds /= seconds
     speeds[counts == 0] = 0.0
     max_depth, column = divmod(int(speeds.argmax()), _GRADES - 1)  # max_depth from 0
-    tokens_per_s, min_grade = float(speeds[max_depth, column]), _GRADES - 1 - column
-    gain = tokens_per_s * float(step_s[0]) / (rows + num_waiting) - 1
+    speed, min_grade = float(speeds[max_depth, column]), _GRADES - 1 - column
+    gain = speed * float(step_s[0]) / (rows + num_waiting) - 1
     if gain <= 0:
         return LookaheadDecision(np.zeros(rows, dtype=np.int32))
     num_drafts = np.add.reduce(grades[: max_depth + 1] >= min_grade, axis=0, dtype=np.int32)
     threshold = max_value * (min_grade / (_GRADES - 1)) ** 2
+    tokens_per_s = speed - num_waiting / float(seconds[max_depth, column])
     return LookaheadDecision(num_drafts, gain, threshold, tokens_per_s)
 
 

@@ -47,6 +47,8 @@ def calibrate(
         raise FieldError("--drafter", "lookups cannot be calibrated", "use the draft, or off")
     if not can_profile(config):
         raise FieldError("--max-model-len", "is too short to measure", "give 70 tokens or more")
+    if not held_out_shapes(config):
+        raise FieldError("--max-num-batched-tokens", "is too small to measure", "give 64 or more")
     executor.reset()
     host_s = _loop_s(executor, config)
     runner = StepRunner(executor, config, max_rounds=_MAX_ROUNDS)
