@@ -316,6 +316,21 @@ def test_a_field_that_is_wrong_is_named(
         parse_config(values | names | changes, Path("config.json"))
 
 
+def test_numbers_above_the_range_of_float16(tmp_path: Path) -> None:
+    """Squares of activations exceed it: weights may be float16, products are float32."""
+    net = make("nemotron", tmp_path)
+    with torch.no_grad():
+        for layer in net.model.layers:
+            layer.mlp.up_proj.weight *= 512
+    net.save_pretrained(tmp_path)
+    logits = []
+    for dtype in ("float32", "float16"):
+        model = load_model(tmp_path, dtype=dtype)
+        kv = KVCache(model.config, 20, 4, model.dtype, "cpu")
+        logits.append(run_all(model, kv, paged(kv, [np.arange(33)]), [5]))
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[0].std()
+
+
 def test_every_family_is_served_without_kernels(tmp_path: Path) -> None:
     make("granite", tmp_path)
     settings = SCARCE | {"model_impl": "auto"}
