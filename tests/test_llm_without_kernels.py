@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cbatch import LLM, SamplingParams
+from cbatch.cli.main import main
 from cbatch.runtime.compiled import build
 from tests.gguf_files import Q8_0
 from tests.runtime.hf_models import build as build_model
@@ -56,3 +57,13 @@ def test_with_a_cache_that_cannot_be_written(
     )
     kernels = f"products: compiled Q8_0; kernels: {build.builds.candidate_builds()[0].name}"
     serves(as_gguf(tmp_path, Q8_0), caplog, expected, kernels)
+
+
+def test_the_demo_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cbatch.cli.demo.chat", lambda *_: [])
+    without_compilers(monkeypatch)
+    arguments = "demo", "--prompts", "1", "--max-tokens", "4", "--lookahead", "off"
+    assert main(arguments) == 0, capsys.readouterr().err
+    assert "batch_invariant: no" in capsys.readouterr().out

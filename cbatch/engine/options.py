@@ -41,7 +41,7 @@ _KNOB = knobs(
 tokenizer | MODEL | tokenizer, if it is not with the model
 dtype | | auto (the model's), float32, bfloat16
 device | | auto, cpu, cuda, cuda:1
-numerics | | invariant: a row's bits do not depend on the batch
+numerics | | invariant: a row's bits do not depend on the batch; fast matters on GPUs only
 threads | N | CPU threads of each rank; auto: the CPUs that the process may use
 model_impl | | modelling code; auto: own if it supports the model, else transformers (extra \
 'models')

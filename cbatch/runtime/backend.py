@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from cbatch.runtime.rank_group import RankGroup
     from cbatch.runtime.sampling.structured import GrammarSource
 
-# The modelling code of a model: our decoder for any device, our decoder with compiled kernels (for
-# families that only these support), or the code of the transformers library.
+# The modelling code of a model: our decoder for any device, our decoder for CPUs (for models that
+# are not `plain`), or the code of the transformers library.
 Impl = Literal["own", "compiled", "transformers"]
 TrialTexts = tuple[tuple[int, ...], ...]  # token ids of the texts on which a head is tested
 
@@ -141,8 +141,8 @@ class Backend(Protocol):
         """Raise `FieldError` for an option that this kind of device does not support."""
         ...
 
-    def why_not_compiled(self, config: ModelConfig, dtype: str, num_ranks: int) -> str | None:
-        """Return why our own pass cannot compute a model that is not like Llama; None if it can."""
+    def why_not_compiled(self, num_ranks: int) -> str | None:
+        """Return why our own pass cannot compute a model that is not plain; None if it can."""
         ...
 
     def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:

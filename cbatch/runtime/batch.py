@@ -8,6 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+PASS_ERRORS = {  # by the status of a pass that is refused
+    1: "tokens: an id is not in the vocabulary",
+    2: "block_tables: too short for the context, or with a block that is not in the cache",
+    3: "logits_index: a row that is not in the batch",
+}
+
 
 @dataclass
 class RaggedBatch:

@@ -50,7 +50,6 @@ class KVCache:
         # Zeroed, not empty: positions never written are masked, but they must be finite.
         shapes = {(mixer.kv_heads, mixer.key_dim, mixer.value_dim) for mixer in mixers}
         heads, dim, value_dim = shapes.pop() if shapes else (0, 0, 0)
-        self.head_dim = dim
         if shapes or dim != value_dim:
             self.block_rows = _layers(mixers, num_blocks + 1, block_size, dtype, place)
             self.address = self._address_layers()

@@ -161,12 +161,13 @@ class LayerBuilder(Generic[P]):
 
     def _layer(self, name: str, record: LayerRecord) -> Layer[P]:
         m, f, hidden = record.mixer, record.feed_forward, self.config.hidden_size
+        assert f is not None
+        _require_supported(m, f)
         attention, mlp, width = f"{name}.self_attn", f"{name}.mlp", m.heads * m.value_dim
         sinks = self._get(f"{attention}.sinks", m.heads).float() if m.sinks else None
         bias = self._get(f"{attention}.o_proj.bias", hidden) if m.out_bias else None
         qkv = self._qkv(attention, m, self._norm(name, m.norm), self._shift(name, m.norm))
         out = self._product([f"{attention}.o_proj.weight"], (hidden, width), bias, None)
-        assert f is not None
         norm = self._norm(name, f.norm)
         if isinstance(f, Experts):
             feed_forward = self._moe_fields(mlp, f, norm)
@@ -228,6 +229,16 @@ class LayerBuilder(Generic[P]):
             return torch.stack([q] * m.group + [k])
         weights = q.view(whole, -1, dim), k.view(whole, 1, dim)
         return torch.cat(weights, dim=1).contiguous()
+
+
+def _require_supported(m: Attention, f: FeedForward | Experts) -> None:
+    """Assert that no field is set that no device computes."""
+    unbiased = [m.out_norm, f.out_norm, m.qk_norm]
+    if isinstance(f, Experts):
+        unbiased.append(f.norm)
+    assert not any(norm is not None and norm.has_bias for norm in unbiased)
+    assert m.qk_norm is None or (m.qk_norm.has_weight and not m.qk_norm.centred)
+    assert f.activation != "clamped" or isinstance(f, Experts)
 
 
 def _full_bias(weight: Tensor, bias: Tensor | None, shift: Tensor | None) -> Tensor | None:

@@ -56,7 +56,7 @@ def written_kv(model: Model, kv: KVCache, layer: int, block: int, at: int) -> to
     kv_heads, head_dim]."""
     if not model.compiled:
         return kv.data[layer, :, :, block, at]
-    size, dim = kv.block_size, kv.head_dim
+    size, dim = kv.block_size, kv.data.shape[-1]
     own = kv.data[layer, :, :, block].transpose(0, 1).transpose(1, 2).reshape(-1, 2, size * dim)
     cell = 4 // own.itemsize  # elements of K that are stored together
     keys = own[:, 0].view(-1, dim // cell, size, cell)[:, :, at].flatten(1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.model.config_json import load_config
@@ -40,6 +41,24 @@ def test_fields_of_a_plain_config(tmp_path: Path) -> None:
     assert config.eos_token_ids == (2, 7) and config.bos_token_id == 1
     assert config.torch_dtype == "bfloat16" and m.rope.type == "default"
     assert config.windows == (None,) * 4 and not config.tie_embeddings
+
+
+def test_layers_of_a_plain_model_differ_in_their_windows_only(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path))
+    assert config.plain and replace(config, layers=()).plain
+    layer, *rest = config.layers
+    m, f, norm = layer.mixer, layer.feed_forward, config.norm
+    assert f is not None and norm is not None
+    windowed = replace(layer, mixer=replace(m, window=9))
+    assert replace(config, layers=(windowed, *rest)).plain
+    for changed in (
+        replace(layer, mixer=replace(m, kv_heads=4)),
+        replace(layer, mixer=replace(m, rope=replace(m.rope, theta=5.0))),
+        replace(layer, feed_forward=replace(f, inner=64)),
+    ):
+        assert not replace(config, layers=(changed, *rest)).plain
+    for final in (None, replace(norm, centred=True), replace(norm, offset=1.0)):
+        assert not replace(config, norm=final).plain
 
 
 def test_a_file_is_as_good_as_its_directory(tmp_path: Path) -> None:

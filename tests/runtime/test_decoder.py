@@ -70,6 +70,7 @@ def test_blocks_of_any_size_hold_the_same(
         ([5], [[0]], [1], "logits_index"),
     ],
 )
+@pytest.mark.usefixtures("decoder_pass")
 def test_numbers_that_point_nowhere(
     tmp_path: Path, tokens: list[int], tables: list[list[int]], logits_at: list[int], field: str
 ) -> None:

@@ -297,7 +297,11 @@ def test_what_records_cannot_say_is_left_to_others(
         ),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: must name 4 layers"),
         ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor: must be a positive"),
-        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: must have 4 numbers"),
+        ("qwen3_moe", {"mlp_only_layers": 5}, "mlp_only_layers: must be a list of layers"),
+        ("qwen3_moe", {"mlp_only_layers": [99]}, "mlp_only_layers: must be .*0 to 3; got"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: must be 4 numbers"),
+        ("smollm3", {"no_rope_layers": ["a"] * 4}, "no_rope_layers: must be 4 numbers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 0]}, "no_rope_layers: .*each 0 or 1; got"),
         ("gemma3_text", {"rope_parameters": [1]}, "rope_parameters: must be an object"),
         ("granite", {"residual_multiplier": "a"}, "residual_multiplier: must be a positive"),
         ("mixtral", {"num_local_experts": 1 << 20}, "num_local_experts: must be at most 4096"),
@@ -314,6 +318,21 @@ def test_a_field_that_is_wrong_is_named(
     names = {"architectures": [n for n, f in families().items() if f.name == kind]}
     with pytest.raises(ModelError, match=said):
         parse_config(values | names | changes, Path("config.json"))
+
+
+def test_numbers_above_the_range_of_float16(tmp_path: Path) -> None:
+    """Squares of activations exceed it: weights may be float16, products are float32."""
+    net = make("nemotron", tmp_path)
+    with torch.no_grad():
+        for layer in net.model.layers:
+            layer.mlp.up_proj.weight *= 512
+    net.save_pretrained(tmp_path)
+    logits = []
+    for dtype in ("float32", "float16"):
+        model = load_model(tmp_path, dtype=dtype)
+        kv = KVCache(model.config, 20, 4, model.dtype, "cpu")
+        logits.append(run_all(model, kv, paged(kv, [np.arange(33)]), [5]))
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[0].std()
 
 
 def test_every_family_is_served_without_kernels(tmp_path: Path) -> None:

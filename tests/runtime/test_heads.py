@@ -26,6 +26,7 @@ from cbatch.runtime.cpu.drafters.kinds import HEADS, drafter_of
 from cbatch.runtime.cpu.drafters.medusa import MedusaDrafter
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
+from cbatch.runtime.drafting.heads.trial import fresh_kv, whole_text
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -228,6 +229,16 @@ def test_drafts_end_where_their_numbers_break(tmp_path):
     drafter.read_states(StepStates(slots, np.zeros(2, dtype=np.int64), twos, states))
     drafts = drafter.propose(DraftRows(slots, np.full(2, 3), np.full(2, 3), np.zeros(2, dtype=int)))
     assert drafts.num_drafted.tolist() == [0, 3] and drafts.non_finite.tolist() == [True, False]
+
+
+@pytest.mark.usefixtures("torch_pass")
+def test_the_row_without_a_state_has_numbers(tmp_path):
+    eagle3(tmp_path)
+    head = load(tmp_path, tiny_model())
+    hidden = torch.randn(3, len(LAYERS), made_heads.HIDDEN)
+    batch = whole_text(torch.tensor([5, 9, 11]))
+    with torch.inference_mode():
+        assert not head.first_logits(batch, fresh_kv(head, 3), hidden).isnan().any()
 
 
 class _Honest:

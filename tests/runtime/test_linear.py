@@ -62,9 +62,17 @@ def test_what_our_own_does_not_compute() -> None:
         CompiledProduct(torch.zeros(8, 48, dtype=torch.float16), None, None)
 
 
+def test_float16_sums_do_not_overflow() -> None:
+    weight = torch.full((1, 64), 40.0, dtype=torch.float16)
+    assert Linear(weight, None, None, compiled=False)(torch.full((1, 64), 60.0)) == 153_600
+
+
 def test_only_our_kernels_are_invariant() -> None:
-    assert resolve_numerics("auto", compiled=True) == "invariant"
-    assert resolve_numerics("auto", compiled=False) == "fast"
-    assert resolve_numerics("fast", compiled=True) == "fast"
-    with pytest.raises(ModelError, match="numerics: 'invariant' needs compiled kernels"):
-        resolve_numerics("invariant", compiled=False)
+    fp32, half = torch.float32, torch.float16
+    assert resolve_numerics("auto", fp32, compiled=True) == "invariant"
+    assert resolve_numerics("auto", fp32, compiled=False) == "fast"
+    assert resolve_numerics("fast", fp32, compiled=True) == "fast"
+    with pytest.raises(ModelError, match="numerics: 'invariant' needs compiled kernels; install"):
+        resolve_numerics("invariant", fp32, compiled=False)
+    with pytest.raises(ModelError, match="not supported in float16; set dtype to bfloat16 or"):
+        resolve_numerics("invariant", half, compiled=False)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.backend import LoadRequest
 from cbatch.runtime.compiled import build_name
+from cbatch.runtime.cpu.backend import CpuBackend
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
@@ -99,3 +101,14 @@ def test_no_clock_has_a_say_in_what_computes(
         kv = cache(model)
         logits = run_all(model, kv, paged(kv, [tokens_of(0, 60)]), [50, 1])
         assert logits.isfinite().all()
+
+
+def test_invariant_text_does_not_need_an_invariant_draft(tmp_path: Path) -> None:
+    folders = tmp_path / "target", tmp_path / "draft"
+    for folder, dtype in zip(folders, (torch.float32, torch.float16), strict=True):
+        build(folder, "llama").to(dtype).save_pretrained(folder)
+    impls = "own", "own"
+    request = LoadRequest("cpu", *folders, impls, (), "auto", "invariant", "auto", None)
+    models = CpuBackend().load(request)
+    assert models.target.numerics == "invariant"
+    assert models.draft is not None and models.draft.numerics == "fast"

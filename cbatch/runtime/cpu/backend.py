@@ -17,7 +17,6 @@ from cbatch.runtime.cpu.transformers_backend.sharing import check_shared
 from cbatch.runtime.drafting.heads.loading import load_heads
 from cbatch.runtime.drafting.heads.trial import take_head
 from cbatch.runtime.model.checkpoint import read_config, resolve_directory
-from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.sharding import shard_config
 from cbatch.runtime.rank_group import RankGroup
 from cbatch.system.machine import usable_cpus
@@ -47,7 +46,7 @@ class CpuBackend:
             else:
                 shard_config(read_config(path), needs.tensor_parallel_size)
 
-    def why_not_compiled(self, config: ModelConfig, dtype: str, num_ranks: int) -> str | None:
+    def why_not_compiled(self, num_ranks: int) -> str | None:
         if num_ranks > 1:
             return "cannot be sharded over ranks"
         return None
@@ -59,18 +58,21 @@ class CpuBackend:
         torch.set_num_threads(default if threads == "auto" else threads)
 
     def load(self, request: LoadRequest, ranks: RankGroup | None = None) -> CpuModels:
-        target = _load(request.model, request.impls[0], request, ranks)
+        target = _load(request.model, request.impls[0], request, request.numerics, ranks)
         if request.draft is None:
             return CpuModels(target, None)
         if not request.trial_texts:
-            return CpuModels(target, _load(request.draft, request.impls[1], request, None))
+            # Verification fixes the text, whatever computes the drafts.
+            return CpuModels(target, _load(request.draft, request.impls[1], request, "auto", None))
         heads = load_heads(Path(request.draft), target, request.model, HEADS)
         return CpuModels(target, take_head(request.draft, heads, target, request.trial_texts))
 
 
-def _load(path: str | Path, impl: Impl, request: LoadRequest, ranks: RankGroup | None) -> Model:
-    names = "dtype", "numerics", "random_weights_seed"
-    settings: Any = {name: getattr(request, name) for name in names}
+def _load(
+    path: str | Path, impl: Impl, request: LoadRequest, numerics: str, ranks: RankGroup | None
+) -> Model:
+    settings: Any = {"dtype": request.dtype, "random_weights_seed": request.random_weights_seed}
+    settings["numerics"] = numerics
     if impl == "transformers":  # it has the interface of a `Model`
         return cast("Model", load_transformers_model(path, ranks=ranks, **settings))
     return load_model(path, ranks=ranks, **settings)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.runtime.batch import PASS_ERRORS
 from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.product import TYPES, CompiledProduct
 from cbatch.runtime.compiled.structs import struct
@@ -33,11 +34,6 @@ _Decoder, _Step = struct("decoder"), struct("step")  # of step.h
 _ALIGNMENT_BYTES = 64
 _SINGLE_THREAD_BELOW = 1 << 17  # a pass with fewer multiplications is fastest on one thread
 _OUR_REFERENCES = 3  # references to logits memory: the decoder's, a local name's, an argument's
-PASS_ERRORS = {  # by the status that a pass returns
-    1: "tokens: an id is not in the vocabulary",
-    2: "block_tables: too short for the context, or with a block that is not in the cache",
-    3: "logits_index: a row that is not in the batch",
-}
 
 
 class CompiledDecoder:

@@ -136,7 +136,7 @@ def load_model(
     if ranks is not None:
         source = ShardedWeights(source, config, ranks.rank, ranks.size)
         config = shard_config(config, ranks.size)
-    mode = resolve_numerics(numerics, compiled=compiles(served))
+    mode = resolve_numerics(numerics, served, compiled=compiles(served))
     model = Model(config, source, served, mode, ranks)
     if ranks is None or not ranks.rank:
         warn_unread(path_or_name, weights.unread())

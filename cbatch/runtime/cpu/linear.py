@@ -7,10 +7,12 @@ changes no bits.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.compiled import CompiledProduct
+from cbatch.runtime.compiled.product import TYPES
 from cbatch.runtime.model.config import ModelError
 
 
@@ -55,12 +57,16 @@ class Linear:
         return self._tensors[0].nbytes
 
 
-def resolve_numerics(requested: str, *, compiled: bool) -> str:
-    """Resolve "auto": "invariant" with our kernels, else "fast".
+def resolve_numerics(requested: str, dtype: torch.dtype, *, compiled: bool) -> str:
+    """Resolve "auto": "invariant" if our kernels compute weights of this type, else "fast".
 
     In an invariant model neither other rows of the step, nor the chunks of a prompt, nor the blocks
     of its KV change the bits of a row's logits."""
     if requested == "invariant" and not compiled:
-        problem = "'invariant' needs compiled kernels, and float32 or bfloat16"
-        raise ModelError(f"numerics: {problem}; install a C compiler (gcc), or leave it out")
+        if dtype not in TYPES:
+            name = str(dtype).removeprefix("torch.")
+            problem = f"numerics: 'invariant' is not supported in {name}"
+            raise ModelError(f"{problem}; set dtype to bfloat16 or float32, or leave numerics out")
+        problem = "numerics: 'invariant' needs compiled kernels"
+        raise ModelError(f"{problem}; install a C compiler (gcc), or leave it out")
     return requested if requested != "auto" else "invariant" if compiled else "fast"

@@ -58,7 +58,7 @@ def _branch(branch: Branch, before: Any, after: Tensor | None) -> Any:
 
 def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
     m, f, parallel = layer.record.mixer, layer.record.feed_forward, layer.record.parallel
-    assert f is not None and not (parallel and isinstance(f, Experts))
+    assert f is not None and (not parallel or (f.adds_plainly and not isinstance(f, Experts)))
     mixer = struct("attention")(
         joins=_branch(m, norm_before(m.norm, layer.qkv), layer.after_attention),
         qkv=product_of(layer.qkv),

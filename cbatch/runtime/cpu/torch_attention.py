@@ -93,6 +93,8 @@ def _sequence(
         hidden |= queries - keys >= mixer.window
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is None:
-        return torch.matmul(torch.softmax(scores, -1), v)
+        # A query without keys gets zeros, not NaN.
+        weights = torch.softmax(scores, -1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
+        return torch.matmul(weights, v)
     sinks = sinks.view(-1, 1, 1).expand(-1, n, 1)
     return torch.matmul(torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1], v)

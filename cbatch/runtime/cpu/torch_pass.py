@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbatch.runtime.batch import PASS_ERRORS
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.torch_attention import TorchStep, attend, plan_step
 from cbatch.runtime.kv_cache import KVCache
@@ -63,6 +64,11 @@ class TorchPass:
         hidden: Tensor | None = None,
     ) -> Tensor:
         """Run a pass; see `CompiledDecoder.run`."""
+        status = _status(tokens, self.config.vocab_size, logit_rows) or _status_of_blocks(
+            len(tokens), query_lens, context_lens, tables, kv
+        )
+        if status:
+            raise IndexError(PASS_ERRORS[status])
         step = plan_step(query_lens, context_lens, tables, kv.block_size)
         x, pairs = self._input(tokens, states)
         for index, layer in enumerate(self.layers):
@@ -145,6 +151,29 @@ class TorchPass:
 
     def _summed(self, partial: Tensor) -> Tensor:
         return partial if self.ranks is None else self.ranks.sum(partial)
+
+
+def _status(tokens: Tensor, vocab_size: int, logit_rows: Tensor) -> int:
+    """Return the number of an error in `PASS_ERRORS`, or 0."""
+    for status, ids, end in ((1, tokens, vocab_size), (3, logit_rows, len(tokens))):
+        if ((ids < 0) | (ids >= end)).any():
+            return status
+    return 0
+
+
+def _status_of_blocks(
+    rows: int,
+    query_lens: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    tables: NDArray[np.int32],
+    kv: KVCache,
+) -> int:
+    counts = -(-context_lens // kv.block_size)
+    width = tables.shape[1]
+    if (query_lens > context_lens).any() or (counts > width).any() or query_lens.sum() != rows:
+        return 2
+    used = tables[np.arange(width) < counts[:, None]]
+    return 2 if ((used < 0) | (used > kv.scratch_block)).any() else 0
 
 
 def _mixer(layer: Layer[Any]) -> Attention:

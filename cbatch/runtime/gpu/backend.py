@@ -10,7 +10,6 @@ import torch
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.backend import LoadRequest, Requirements
-from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class GpuBackend:
             problem = f"{size!r} is not supported on a GPU"
             raise FieldError("block_size", problem, "use 16, 32, 64 or 128, or --device cpu")
 
-    def why_not_compiled(self, config: ModelConfig, dtype: str, num_ranks: int) -> str | None:
+    def why_not_compiled(self, num_ranks: int) -> str | None:
         return "is not supported on a GPU"
 
     def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:

@@ -82,9 +82,14 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def plain(self) -> bool:
         """True if our own pass computes the model on every device."""
         rest = self.embedding_scale, self.head_bias, self.logit_scale, self.logit_softcap
-        ropes = {layer.mixer.rope for layer in self.layers}
-        layers = all(map(is_llama_like, self.layers)) and len(ropes) < 2
-        return layers and rest == (1.0, False, 1.0, 0.0)
+        shapes = {
+            (replace(each.mixer, window=None), each.feed_forward, each.parallel)
+            for each in self.layers
+        }
+        if len(shapes) > 1 or not all(map(is_llama_like, self.layers)):
+            return False
+        norm_is_plain = self.norm is not None and self.norm == Norm(self.norm.name, self.norm.eps)
+        return norm_is_plain and rest == (1.0, False, 1.0, 0.0)
 
     @property
     def num_layers(self) -> int:

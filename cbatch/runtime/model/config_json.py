@@ -152,6 +152,12 @@ def _feed_forwards(
     experts = _experts(f, family.experts, branch, activation)
     interval = f.integer("decoder_sparse_step", 1)
     dense_layers = f.get("mlp_only_layers", [])
+    valid = isinstance(dense_layers, list) and all(
+        type(each) is int and each in layers for each in dense_layers
+    )
+    if not valid:
+        problem = f"must be a list of layers, 0 to {len(layers) - 1}; got {dense_layers!r:.40}"
+        raise f.error("mlp_only_layers", problem)
     return [dense if i in dense_layers or (i + 1) % interval else experts for i in layers]
 
 

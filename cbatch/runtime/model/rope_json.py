@@ -42,8 +42,10 @@ def parse_ropes(
         layers, interval = len(windows), f.integer("no_rope_layer_interval")
         # 1 for a layer with a rope, despite the name of the field.
         flags = f.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(layers)])
-        if not isinstance(flags, list) or len(flags) != layers:
-            raise f.error("no_rope_layers", f"must have {layers} numbers, got {flags!r:.40}")
+        valid = isinstance(flags, list) and all(type(each) is int for each in flags)
+        if not valid or len(flags) != layers or not {0, 1}.issuperset(flags):
+            problem = f"must be {layers} numbers, each 0 or 1; got {flags!r:.40}"
+            raise f.error("no_rope_layers", problem)
         return rope, [rope if each else no_rope for each in flags]
     return rope, [rope] * len(windows)
 

@@ -28,7 +28,7 @@ def load_transformers_model(
     net, path, served = load_net(path_or_name, dtype, random_weights_seed)
     with quiet():
         reference = reference_of(net, path)
-        resolved = resolve_numerics(numerics, compiled=compiles(served))
+        resolved = resolve_numerics(numerics, served, compiled=compiles(served))
         model = TransformersModel(net, path, served, resolved, ranks)
         compare(model, reference)
     return model
