@@ -284,7 +284,7 @@ def _check_files_of(model: str | Path, field: str, options: EngineOptions) -> Mo
 
 def require_head_support(impl: Impl, *, head: Path | None) -> None:
     if head is not None and impl != "own":
-        problem = f"a head ({head}) needs a target of Llama, Mistral, Qwen2 or Qwen3"
+        problem = f"a head ({head}) needs a target like Llama, such as Mistral, Qwen3 or Phi-3"
         raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")
 
 
