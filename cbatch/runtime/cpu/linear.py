@@ -24,6 +24,8 @@ class Linear:
     ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
         self.compiled = CompiledProduct(weight, bias, in_scale) if compiled else None
+        if weight.dtype == torch.float16:  # its sums may overflow
+            weight = weight.float()
         self._tensors = None if compiled else (weight, bias, in_scale)
 
     @classmethod
