@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "serve": "serve completions over HTTP",
     "bench": "load-test a server of the OpenAI API",
+    "check": "check whether the answers of a server are consistent",
     "demo": "show the shipped models: they complete functions, then chat",
     "sim": "replay a trace through the scheduler on a virtual clock",
     "sim capacity": "find the highest rate at which a trace meets its objectives",

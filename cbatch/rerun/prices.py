@@ -31,7 +31,9 @@ def recorded_prices(samples: Sequence[StepSample], start: CostProfile | None) ->
 
 
 def with_drafter(prices: CostProfile, samples: Sequence[StepSample]) -> CostProfile:
-    """Return `prices` with those of the drafter that made the drafts of `samples`."""
-    own = fit_profile(samples)
+    """Return `prices` with those of the drafter that made the drafts of `samples`. The rest of such
+    a step takes what it is priced at: a rerun does not run the target model."""
+    timed = [replace(s, target_s=prices.step_s(s.work)[1], host_s=0.0) for s in samples]
+    own = fit_profile(timed)
     drafter = {"draft_pass_s": own.draft_pass_s, "draft_token_s": own.draft_token_s}
     return replace(prices, **drafter)

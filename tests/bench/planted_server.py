@@ -181,7 +181,8 @@ class PlantedServer:
                 shown = np.roll(shown, 1)
             output.append(token)
             rows.append(shown)
-            await asyncio.sleep(STEP_S if self.running < 4 else 0)
+            step_s = 0.005 if "cancel" in self.faults else 0.0
+            await asyncio.sleep(STEP_S if self.running < 4 else step_s)
         return output, [_logprob(row, token, body) for row, token in zip(rows, output, strict=True)]
 
     def _cut(self, body: dict[str, Any], ids: list[int]) -> tuple[list[str], str]:

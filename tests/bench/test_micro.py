@@ -37,7 +37,7 @@ ROWS, DEPTH = 256, 8
 TOKENS = ROWS * (1 + DEPTH)
 PROFILES = {
     "flat": CostProfile(10e-3, 8e-6, 4.0, draft_pass_s=3e-4, draft_token_s=2e-6),
-    "steep": CostProfile(10e-3, 83e-6, draft_pass_s=1e-3, draft_token_s=1e-5),
+    "steep": CostProfile(10e-3, 200e-6, draft_pass_s=1e-3, draft_token_s=1e-5),
 }
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 65_536

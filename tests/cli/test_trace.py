@@ -216,7 +216,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("calibration") / "cost.json"
     sizes = ["--max-num-seqs", "2", "--num-blocks", "80", "--max-model-len", "160"]
-    few = ["--rounds", "1", "--steps", "3", "--lookahead", "fixed"]  # `adaptive` needs prices
+    few = ["--seconds", "3", "--lookahead", "fixed"]  # `adaptive` needs prices
     assert main(["calibrate", "--out", str(path), *few, *sizes]) == 0
     return path
 

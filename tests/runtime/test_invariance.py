@@ -17,6 +17,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.runtime.sampling import noise
@@ -117,6 +118,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
         {
             "lookahead": "fixed:3",
             "itl_target_s": 1e-2,
+            "cost_profile": CostProfile(5e-3, 1e-4, draft_pass_s=3e-4),
             "kind": UnsteadyExecutor,
             "clock": itertools.count(0.0, 1e-5).__next__,  # only the made-up durations pass time
             "arrivals": [0, 0, 4, 4, 8, 8, 12, 12],

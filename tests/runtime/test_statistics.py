@@ -43,6 +43,7 @@ def sample(
     *,
     count: int = COUNT,
     poison: int | None = None,
+    max_num_seqs: int = 96,
     **settings: Any,
 ) -> Run:
     """Return the first tokens of the outputs of requests with one prompt and different seeds."""
@@ -55,7 +56,7 @@ def sample(
         requests,
         tiny_model(vocab_size=VOCAB),
         tiny_model(vocab_size=VOCAB, noise=0.15, poison=poison),
-        max_num_seqs=96,
+        max_num_seqs=max_num_seqs,
         num_blocks=512,
         max_num_batched_tokens=2048,
         check=False,
@@ -82,7 +83,9 @@ def speculated(run: Run) -> None:
 @MODES
 @pytest.mark.parametrize("lookahead", ["off", "fixed:3", "ema:4", "adaptive:4"])
 def test_joint_law_of_sampled_tokens(lookahead: str, verification: str) -> None:
-    run = sample({"verification": verification}, lookahead=lookahead)
+    # With fewer rows a draft costs less than it saves, by the made-up durations.
+    rows = 8 if lookahead == "adaptive:4" else 96
+    run = sample({"verification": verification}, lookahead=lookahead, max_num_seqs=rows)
     assert abs(z_against(run, FILTERS[0])) < Z_BOUND
     assert z_against(run, 0.7 * FILTERS[0]) > 2 * Z_BOUND, "another temperature is noticed"
     if lookahead != "off":
