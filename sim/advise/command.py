@@ -209,8 +209,8 @@ def _print(
     verdicts: Mapping[str, tuple[int, int]],
 ) -> None:
     console, recorded = TextConsole(), _recorded(rows, recording)
-    for line in (*recording.warnings, *_doubts(errors)):
-        console.print(f"warning: {line}", soft_wrap=True)
+    for line in (*(f"warning: {each}" for each in recording.warnings), *_doubts(errors)):
+        console.print(line, soft_wrap=True)
     tokens = sum(len(text.output) for text in recording.texts.values())
     table = Table(
         title=f"{name}: {len(recording.texts):,} requests, {tokens:,} output tokens, "
@@ -263,7 +263,8 @@ def _doubts(errors: Mapping[str, float]) -> Iterable[str]:
         parts = ", ".join(f"{_heading(name)} {error:.0%}" for name, error in errors.items())
         figures = " and ".join(_heading(name) for name in doubtful(errors))
         verdict = f"do not trust {figures}" if figures else "the figures can be trusted"
-        yield f"in trials the recorded and the best settings differ by {parts}: {verdict}"
+        start = "warning: in" if figures else "in"
+        yield f"{start} trials the recorded and the best settings differ by {parts}: {verdict}"
 
 
 def _remarks(recording: Recording, verdicts: Mapping[str, tuple[int, int]]) -> Iterable[str]:

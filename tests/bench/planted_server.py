@@ -152,7 +152,7 @@ class PlantedServer:
                 while loop.time() < self.stalled_until_s:
                     await asyncio.sleep(0.05)
                 _chunk(writer, {"choices": [event]})
-                await asyncio.sleep(STEP_S)
+                await asyncio.sleep(0.005 if "cancel" in self.faults else STEP_S)
         _chunk(writer, {"choices": [], "usage": counts})
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         return None
@@ -181,8 +181,7 @@ class PlantedServer:
                 shown = np.roll(shown, 1)
             output.append(token)
             rows.append(shown)
-            step_s = 0.005 if "cancel" in self.faults else 0.0
-            await asyncio.sleep(STEP_S if self.running < 4 else step_s)
+            await asyncio.sleep(STEP_S if self.running < 4 else 0)
         return output, [_logprob(row, token, body) for row, token in zip(rows, output, strict=True)]
 
     def _cut(self, body: dict[str, Any], ids: list[int]) -> tuple[list[str], str]:

@@ -14,7 +14,7 @@ from cbatch.core.scheduler.events import Added, Configured
 from cbatch.core.scheduler.sequence import Commit
 from cbatch.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from cbatch.steplog.recorded_run import RecordedRun
-from cbatch.steplog.recorder import StepRecorder
+from cbatch.steplog.recorder import WRITE_EVERY_S, StepRecorder
 from cbatch.steplog.step_log import engines_of, read_step_log, replay
 from sim.workload.traces.step_log import joined, read_recording
 from tests.checking.follower import Follower, digest, digest_of_root
@@ -88,6 +88,9 @@ def test_cache_and_log_after_the_engines_death(tmp_path: Path) -> None:
         streams = asyncio.ensure_future(asyncio.gather(*calls))
         while served.service.num_requests < 8 or served.engine.num_tokens < 100:
             await asyncio.sleep(0.002)
+        size = -1
+        while size < (size := path.stat().st_size):  # until the paused engine's log is written
+            await asyncio.sleep(3 * WRITE_EVERY_S)
         assert served.engine.pid is not None
         pause_file.unlink()
         os.kill(served.engine.pid, signal.SIGKILL)

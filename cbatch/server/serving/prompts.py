@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+import cbatch.server.protocol.requests  # noqa: F401 - its functions are tasks of workers
 from cbatch.core.request.errors import FieldError
 from cbatch.grammars import Grammars
 from cbatch.server.protocol.errors import ServiceDownError
