@@ -102,10 +102,10 @@ def steps_until_all_draft_again(limit: int) -> int | None:
 
 def test_trap_4_k_of_zero_does_not_absorb_the_engine(monkeypatch):
     """A probe notices it; without probes speculation stays off."""
-    back = steps_until_all_draft_again(1000)
+    back = steps_until_all_draft_again(2000)
     assert back is not None and back > 20
     monkeypatch.setattr(AdaptivePolicy, "_single_draft", lambda *_: None)
-    assert steps_until_all_draft_again(1000) is None
+    assert steps_until_all_draft_again(2000) is None
 
 
 # --- 6: mixed batches -----------------------------------------------------------------------------
