@@ -263,9 +263,11 @@ def echoes(target: Target) -> None:
 def bodies_of_open_calls(target: Target) -> None:
     """Let calls run long whose bodies have megabytes that do not matter."""
     body: dict[str, Any] = {"stream": True, "ignore_eos": True, "timeout": HOLD_S}
-    body |= {"junk": "j" * (LARGE_BYTES // 2), "max_tokens": 300, "max_output_tokens": 300}
+    body["junk"] = "j" * (LARGE_BYTES // 2)
     path = target.rng.choice([CHAT, RESPONSES, MESSAGES])
-    call = {"input": "x", "store": False} if path == RESPONSES else {"messages": [USER]}
+    call: dict[str, Any] = {"messages": [USER], "max_tokens": 300}
+    if path == RESPONSES:
+        call = {"input": "x", "store": False, "max_output_tokens": 300}
     target.at_once([partial(target.post, body | call, path)] * 6)
 
 
