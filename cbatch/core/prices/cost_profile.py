@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from cbatch.core.prices.step_work import StepWork
 from cbatch.core.request.errors import FieldError
 
 MAX_CORNER = 8.0  # a sharp corner
+Seconds = TypeVar("Seconds", float, np.ndarray)
 
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -64,7 +67,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return draft_s, target_s + self.verify_s * (work.draft_tokens > 0), 0.0
 
 
-def corner_s(base_s: float, tokens_s: float, corner: float) -> float:
+def corner_s(base_s: float, tokens_s: Seconds, corner: float) -> Seconds:
     """Return the smooth maximum of two durations; their sum if `corner` is 1."""
-    result: float = (base_s**corner + tokens_s**corner) ** (1 / corner)
+    result: Seconds = (base_s**corner + tokens_s**corner) ** (1 / corner)
     return result

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from msgspec import structs
 
-from cbatch.core.prices.cost_profile import MAX_CORNER, CostProfile
+from cbatch.core.prices.cost_profile import MAX_CORNER, CostProfile, corner_s
 from cbatch.core.prices.robust_fit import RobustFit
 from cbatch.core.prices.step_work import StepSample, StepWork
 
@@ -23,11 +23,11 @@ _UNKNOWN = CostProfile(
 _SPREAD = np.array([0.3, 0.06, 0.5, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
 _FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
 _PROFILED = 0.5  # how far prices of a profile may be off, relative
+_CORNER, _VERIFY, _FIRST_DRAFT = 2, 7, 8  # places in `CostProfile`
 # A profile's price may wrongly be near 0: a share of an unknown machine's error is added. The share
 # of `verify_s` is the largest, so that drafts that take far longer than profiled soon cease.
 _UNPROFILED = np.full(10, 0.3)
-_UNPROFILED[7] = 2.0
-_CORNER, _FIRST_DRAFT = 2, 8  # places in `CostProfile`
+_UNPROFILED[_VERIFY] = 2.0
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
 _LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
 _HIGHEST = np.where(_IS_SECONDS > 0, np.inf, MAX_CORNER)
@@ -115,7 +115,7 @@ class StepCosts:
         tokens = rows + np.arange(max_drafts + 1.0)
         pairs = context_tokens / max(rows, 1) * tokens
         step_s = self.seconds(tokens, tokens, context_tokens, pairs)
-        step_s[1:] += self._target.prices[7]
+        step_s[1:] += self._target.prices[_VERIFY]
         return StepPrices(step_s, *self._draft.prices.tolist())
 
     def seconds(
@@ -128,8 +128,8 @@ class StepCosts:
         """Return the seconds of steps without chunks and drafts, float64 [k]."""
         assert self._target is not None
         base_s, token_s, corner, logit_s, context_s, pair_s = self._target.prices[:6]
-        corner_s = (base_s**corner + (token_s * tokens) ** corner) ** (1 / corner)
-        seconds: np.ndarray = corner_s + logit_s * logits + context_s * context + pair_s * pairs
+        rest_s = logit_s * logits + context_s * context + pair_s * pairs
+        seconds: np.ndarray = corner_s(base_s, token_s * tokens, corner) + rest_s
         return seconds
 
     def with_chunks(self, work: StepWork, sizes: np.ndarray, history: int) -> np.ndarray:
@@ -163,14 +163,14 @@ class StepCosts:
         base_s, token_s, corner = prices[:3].tolist()
         tokens = work.target_tokens
         power = (token_s * tokens / base_s) ** corner
-        corner_s = base_s * (1 + power) ** (1 / corner)
+        both_s = corner_s(base_s, token_s * tokens, corner)
         rest = 1 / (1 + power)
         share = power * rest  # of the tokens
         entropy = rest * math.log(rest) + (share and share * math.log(share))
         counts = (
-            (base_s / corner_s) ** (corner - 1),
-            tokens * (token_s * tokens / corner_s) ** (corner - 1),
-            corner_s * entropy / corner**2,
+            (base_s / both_s) ** (corner - 1),
+            tokens * (token_s * tokens / both_s) ** (corner - 1),
+            both_s * entropy / corner**2,
             work.logit_tokens,
             work.context_tokens,
             work.pairs,
@@ -178,7 +178,7 @@ class StepCosts:
             work.draft_tokens > 0,
         )
         gradient = np.array(counts, np.float64)
-        return corner_s + float(prices[3:] @ gradient[3:]), gradient
+        return both_s + float(prices[3:] @ gradient[3:]), gradient
 
 
 def scaled(profile: CostProfile, factor: float) -> CostProfile:
