@@ -33,7 +33,7 @@ async def _pause(trial: CheckTrial) -> None:
     alone = await server.alone(body | {"max_tokens": 64})
     if len(alone.pieces) < 16:
         raise NotSupportedError("a stream of 64 tokens has fewer than 16 events")
-    usual_s = statistics.median(alone.gaps_s)
+    usual_s = statistics.median(alone.gaps_s())
     begun = asyncio.Event()
     stream = asyncio.create_task(server.ask(body | {"max_tokens": 400}, begun=begun))
     await begun.wait()
@@ -43,12 +43,7 @@ async def _pause(trial: CheckTrial) -> None:
     answer = await stream
     if reading.error or answer.error:
         raise NotSupportedError(reading.error or answer.error)
-    during = [
-        b - a
-        for (a, _), (b, _) in zip(answer.pieces, answer.pieces[1:], strict=False)
-        if b > began_s and a < reading.end_s
-    ]
-    longest_s = max(during, default=0.0)
+    longest_s = max(answer.gaps_s(began_s, reading.end_s), default=0.0)
     trial.seen = f"longest pause {longest_s:.2f} s, usually {usual_s:.3f} s"
     if longest_s > max(MAX_PAUSE_S, MAX_PAUSE_RATIO * usual_s):
         trial.found(f"a stream paused for {longest_s:.2f} s (usually {usual_s:.3f} s)", body)

@@ -134,7 +134,7 @@ async def _sample(trial: CheckTrial, name: str) -> None:
     probe: Body = {"prompt": server.prompt(trial.rng), "max_tokens": 1, "seed": 1}
     changed = await server.require(common | probe, name)
     plain = await server.require(
-        probe | {"temperature": 1.0, "logprobs": TOPS}, "log probabilities"
+        probe | {"temperature": 1.0, "logprobs": tops}, "log probabilities"
     )
     if not plain.first.tops:
         raise NotSupportedError("the answer has no log probabilities")

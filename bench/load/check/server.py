@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import AsyncIterator
@@ -12,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from bench.load.client.bodies import load_text
+from bench.load.client.bodies import NO_ANSWER, PromptText, load_text, tokenize
 from bench.load.client.http import CHAT, COMPLETIONS, CallError, HttpClient
+from bench.load.run.report import scrape
 
 Body = dict[str, Any]
 BUSY = (429, 503)  # statuses of servers that are full
-RUNNING = ("vllm:num_requests_running", "llamacpp:requests_processing")
-WORD_CHARS = 5  # characters per requested prompt token, about
+TOKEN_CHARS = 5.0  # characters per requested prompt token, about
 
 
 class CheckedChoice(msgspec.Struct):
@@ -50,10 +51,11 @@ class Answer(msgspec.Struct):
     def first(self) -> CheckedChoice:
         return self.choices[0] if self.choices else CheckedChoice()
 
-    @property
-    def gaps_s(self) -> list[float]:
+    def gaps_s(self, from_s: float = 0.0, to_s: float = math.inf) -> list[float]:
+        """Return the times between two pieces that lie within these times, in part or whole."""
         times = [at_s for at_s, _ in self.pieces]
-        return [b - a for a, b in zip(times, times[1:], strict=False)]
+        pairs = zip(times, times[1:], strict=False)
+        return [b - a for a, b in pairs if b > from_s and a < to_s]
 
 
 class NotSupportedError(Exception):
@@ -134,14 +136,13 @@ class TestedServer:
 
     def __init__(self, client: HttpClient, key: str | None, model: str) -> None:
         self.client, self._key, self.model = client, key, model
-        self._corpus = load_text(None)
+        self._corpus = PromptText(load_text(None), TOKEN_CHARS)
         self._alone: dict[str, Answer] = {}
 
     def prompt(self, rng: random.Random, tokens: int = 24) -> str:
         """Return a piece of the corpus of about `tokens` tokens."""
-        length = tokens * WORD_CHARS
-        start = rng.randrange(len(self._corpus) - min(length, len(self._corpus) // 2))
-        return self._corpus[start : start + length]
+        text: str = self._corpus.cut(rng.getrandbits(64), tokens)
+        return text
 
     def message(self, body: Body) -> bytes:
         """Return the bytes of a request for a completion."""
@@ -157,12 +158,8 @@ class TestedServer:
 
     async def running(self) -> float:
         """Return the number of running requests by /metrics, 0 if it does not say."""
-        try:
-            status, raw = await self.client.request("GET", "/metrics")
-        except CallError:
-            return 0.0
-        lines = raw.decode("utf-8", "replace").splitlines() if status == 200 else []
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(RUNNING))
+        metrics = await scrape(self.client)
+        return 0.0 if metrics is None else metrics.values.get("running", 0.0)
 
     async def ask(
         self, body: Body, *, streamed: bool = True, begun: asyncio.Event | None = None
@@ -193,11 +190,9 @@ class TestedServer:
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text by /tokenize, or an empty list if the server has none."""
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
-            status, raw = await self.client.request("POST", "/tokenize", json.dumps(body).encode())
-            return list(json.loads(raw)["tokens"]) if status == 200 else []
-        except (CallError, ValueError, LookupError, TypeError):
+            return await tokenize(self.client, self.model, text)
+        except NO_ANSWER:
             return []
 
     async def alone(self, body: Body) -> Answer:

@@ -30,7 +30,7 @@ _MODULES = (
 )
 
 # Errors if a server does not answer as expected.
-_NO_ANSWER = (CallError, ValueError, LookupError, TypeError, ZeroDivisionError)
+NO_ANSWER = (CallError, ValueError, LookupError, TypeError, ZeroDivisionError)
 TextOrIds = TypeVar("TextOrIds", str, tuple[int, ...])
 
 
@@ -93,11 +93,9 @@ async def open_corpus(client: HttpClient, model: str, text: str, *, chat: bool) 
     try:
         for start in range(0, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]
-            body = {"model": model, "prompt": piece, "add_special_tokens": False}
-            answer = await _ask(client, "/tokenize", body)
-            ids += msgspec.convert(answer["tokens"], list[int])
+            ids += await tokenize(client, model, piece)
         return PromptText(text, len(text) / len(ids), tuple(ids))
-    except _NO_ANSWER:
+    except NO_ANSWER:
         pass
     sample = text[:SAMPLE_CHARS]
     prompt = {"messages": [{"role": "user", "content": sample}]} if chat else {"prompt": sample}
@@ -105,8 +103,15 @@ async def open_corpus(client: HttpClient, model: str, text: str, *, chat: bool) 
         body = {"model": model, "max_tokens": 1} | prompt
         answer = await _ask(client, CHAT if chat else COMPLETIONS, body)
         return PromptText(text, len(sample) / answer["usage"]["prompt_tokens"])
-    except _NO_ANSWER:
+    except NO_ANSWER:
         return PromptText(text, CHARS_PER_TOKEN)
+
+
+async def tokenize(client: HttpClient, model: str, text: str) -> list[int]:
+    """Return the ids of a text by the server's /tokenize. Raises an error of `NO_ANSWER`."""
+    body = {"model": model, "prompt": text, "add_special_tokens": False}
+    answer = await _ask(client, "/tokenize", body)
+    return msgspec.convert(answer["tokens"], list[int])
 
 
 async def _ask(client: HttpClient, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ COUNTERS = {
 }
 _GAUGES = {
     "num_requests_running": "running",
+    "requests_processing": "running",  # of llama.cpp
     "num_requests_waiting": "waiting",
     "kv_cache_usage_perc": "kv_share",
 }
