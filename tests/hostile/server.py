@@ -82,9 +82,10 @@ class Server(Client):
         began_s = time.monotonic()
 
         def is_ready() -> bool:
+            if self.metrics()["cbatch:engine_restarts_total"] == before:
+                return False
             with self.open(None, "/ready") as response:
-                restarts = self.metrics()["cbatch:engine_restarts_total"]
-                return restarts > before and response.status == 200
+                return response.status == 200
 
         wait_until(is_ready, limit_s)
         return began_s, time.monotonic()
