@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import MODEL
+from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.plan import NewSequence
 from cbatch.runtime.drafting.contract import Drafter, DraftRows, ModelDrafter, Proposal, StepStates
 from cbatch.runtime.drafting.lookup import LookupDrafter
@@ -85,9 +85,12 @@ class ChainDrafter(Drafter):
     def admit(self, admission: NewSequence) -> None:
         for drafter in self._drafters.values():
             drafter.admit(admission)
-        chain = admission.params.drafter
-        names = self.default if chain is None else chain
-        self._set_chain(admission.slot, tuple(name for name in names if name in self._drafters))
+        self._set_chain(admission.slot, self.chain_of(admission.params))
+
+    def chain_of(self, params: SamplingParams) -> Chain:
+        """Return the loaded drafters of a request's chain."""
+        names = self.default if params.drafter is None else params.drafter
+        return tuple(name for name in names if name in self._drafters)
 
     def release(self, slot: int) -> None:
         for drafter in self._drafters.values():
@@ -127,10 +130,6 @@ class ChainDrafter(Drafter):
     def read_states(self, states: StepStates) -> None:
         assert self.model is not None, "lookups do not read states"
         self.model.read_states(states)
-
-    def is_mixed(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Return whether the chains of `slots` have drafters other than the model, bool."""
-        return np.array([self._chains.get(slot, ()) != (MODEL,) for slot in slots.tolist()])
 
     def propose(self, rows: DraftRows) -> Proposal:
         if self.model is not None and self._model_alone:

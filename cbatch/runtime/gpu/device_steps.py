@@ -20,7 +20,7 @@ from cbatch.runtime.gpu.draft_pass import (
     MedusaPasses,
 )
 from cbatch.runtime.gpu.heads import FIRST_KEY, GpuEagleHead, GpuHead, GpuMedusaHead
-from cbatch.runtime.gpu.host_drafts import I32, DraftPlan, KnownTokens
+from cbatch.runtime.gpu.host_drafts import I32, KnownTokens
 from cbatch.runtime.gpu.memory import Draft, StepLimits, kv_scales
 from cbatch.runtime.gpu.slots import Bounds, SlotUpdate
 from cbatch.runtime.gpu.target_pass import SamplingFeatures, TargetPass
@@ -47,7 +47,6 @@ class Pending:
     queued only after the previous step's result, since the token mask depends on its tokens."""
 
     plan: StepPlan
-    draft_plan: DraftPlan
     bounds: Bounds
     buffers: HostBuffers
     started: QueueEvent

@@ -155,7 +155,7 @@ class GpuExecutor:
         self.steps.send(message, buffers)
         if len(plan.deltas.zeroed_blocks):
             self.steps.zero_blocks(plan.deltas.zeroed_blocks)
-        step = Pending(plan, draft_plan, bounds, buffers, started, None)
+        step = Pending(plan, bounds, buffers, started, None)
         if bounds.drafting or bounds.looked_up:
             drafting_started = self.queue.record_event()
             self.steps.draft(bounds)
@@ -200,8 +200,7 @@ class GpuExecutor:
 
     def report(self, step: Pending) -> StepResult:
         plan, all_rows = step.plan, self.steps.rows(step.buffers)
-        if self.host_side.known is not None:
-            self.host_side.known.end_dead_ends(plan, step.dead_ends, all_rows)
+        self.host_side.end_dead_ends(plan, step.dead_ends, all_rows)
         rows = all_rows[plan.slots]
         status = rows[:, fields.STATUS]
         if (status == fields.DOES_NOT_FIT).any():
@@ -210,7 +209,7 @@ class GpuExecutor:
                 f"sequences in slots {plan.slots[status == fields.DOES_NOT_FIT].tolist()}"
             )
         emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
-        kv_lens = self.host_side.learn(plan, step.draft_plan, rows)
+        kv_lens = self.host_side.learn(plan, rows)
         row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
         emitted.cumsum(out=row_splits[1:])
         draft_s, target_s = step.durations_s

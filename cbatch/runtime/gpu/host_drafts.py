@@ -1,5 +1,6 @@
-"""The host's copy of every slot's tokens, with the token masks of grammars, and the choice of each
-row's drafter in a step: the draft model on the device, or a lookup on the host.
+"""The host's copy of tokens, with the token masks of grammars, and the choice of each row's drafter
+in a step: the draft model on the device, or a lookup on the host. Only slots with a grammar or a
+lookup have a copy, so that others cost the host nothing.
 
 While a step is pending the host lacks the step's tokens, so a lookup guesses these, too. If the
 step's tokens match the guess, the device takes the rest of the guess as drafts.
@@ -15,7 +16,7 @@ import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
-from cbatch.core.request.request import SamplingParams
+from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan
 from cbatch.runtime.drafting.chain import ChainDrafter
@@ -133,7 +134,6 @@ class DraftPlan(NamedTuple):
     catch_up: I32  # tokens that the draft model ingests before it drafts
     looked_up: I32  # drafts from a lookup
     guesses: Mapping[int, tuple[int, I32]]  # by slot: number of known tokens, tokens after them
-    is_empty: bool = False  # no row drafts or catches up
 
     @classmethod
     def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
@@ -145,7 +145,7 @@ class DraftPlan(NamedTuple):
     @classmethod
     def empty(cls, plan: StepPlan) -> DraftPlan:
         zeros = np.zeros_like(plan.num_drafts)
-        return cls(zeros, zeros, zeros, {}, is_empty=True)
+        return cls(zeros, zeros, zeros, {})
 
 
 class LookupSettings(NamedTuple):
@@ -218,8 +218,8 @@ class _AheadLookup(LookupDrafter):
 
 
 class HostSide:
-    """The host's part of a step: lookups and grammars. `known` has the tokens that the host knows;
-    it is None without both. `model` describes the draft on the device, None without one."""
+    """The host's part of a step: lookups and grammars. `known` has the tokens of slots that use
+    either; it is None without both. `model` describes the draft on the device, None without one."""
 
     def __init__(
         self,
@@ -233,6 +233,8 @@ class HostSide:
         self.known: KnownTokens | None = None
         self._chain: ChainDrafter | None = None
         self._on_device = model
+        self._followed: set[int] = set()  # slots in `known`
+        self._in_chain = np.zeros(limits.max_num_seqs, dtype=np.bool_)
         if lookups is not None or grammars is not None:
             slots, page_tokens = limits.max_num_seqs, limits.block_size
             self.known = KnownTokens(slots, page_tokens, vocab_size, grammars)
@@ -258,6 +260,8 @@ class HostSide:
             self._chain.check(params.drafter or ())
 
     def forget(self) -> None:
+        self._followed.clear()
+        self._in_chain[:] = False
         if self.known is not None:
             self.known.clear()
         if self._chain is not None:
@@ -267,84 +271,117 @@ class HostSide:
         """Apply a plan's deltas. Raises RowError for a sequence that cannot be run here."""
         if deltas.reset:
             self.forget()
-        known, chain = self.known, self._chain
-        if known is None:
+        if self.known is None:
             return
         for slot in deltas.released.tolist():
-            known.release(slot)
-            if chain is not None:
-                chain.release(slot)
+            self._release(slot)
         for admission in deltas.new_sequences:
             with errors_of_row(admission.slot, admission.generation):
-                known.admit(admission)
-                if chain is not None:
-                    chain.check(admission.params.drafter or ())
-                    chain.release(admission.slot)
-                    chain.admit(admission)
+                self._release(admission.slot)
+                self._admit(admission)
+
+    def _admit(self, admission: NewSequence) -> None:
+        slot, params, chain = admission.slot, admission.params, self._chain
+        if chain is not None:
+            chain.check(params.drafter or ())
+        in_chain = chain is not None and chain.chain_of(params) != (MODEL,)
+        if in_chain or params.structured_outputs is not None:
+            assert self.known is not None
+            self.known.admit(admission)
+            self._followed.add(slot)
+        if chain is not None and in_chain:
+            chain.admit(admission)
+            self._in_chain[slot] = True
+
+    def _release(self, slot: int) -> None:
+        if slot not in self._followed:
+            return
+        self._followed.remove(slot)
+        assert self.known is not None
+        self.known.release(slot)
+        if self._chain is not None and self._in_chain[slot]:
+            self._chain.release(slot)
+            self._in_chain[slot] = False
 
     def masked(self, plan: StepPlan) -> I32:
         """Return the slots that have a grammar and emit tokens in this step."""
-        return plan.slots[:0] if self.known is None else self.known.masked(plan)
+        if self.known is None or not self._followed:
+            return plan.slots[:0]
+        return self.known.masked(plan)
+
+    def end_dead_ends(self, plan: StepPlan, dead_ends: dict[int, int], rows: np.ndarray) -> None:
+        """Correct a step's result as `KnownTokens.end_dead_ends` does."""
+        if self.known is not None and self._followed:
+            self.known.end_dead_ends(plan, dead_ends, rows)
 
     def plan_drafts(self, plan: StepPlan, pending_plans: Iterable[StepPlan]) -> DraftPlan:
         """Choose the drafts of a step; steps of `pending_plans` may still emit tokens."""
-        if self._chain is None:
-            model = self._on_device
-            return DraftPlan.empty(plan) if model is None else DraftPlan.of_model(plan, model)
+        model, in_chain = self._on_device, self._in_chain[plan.slots]
+        drafts = DraftPlan.empty(plan) if model is None else DraftPlan.of_model(plan, model)
+        if not in_chain.any():
+            return drafts
         assert self.known is not None
-        table, slots = self.known, plan.slots
-        ahead: I64 = np.zeros(table.max_num_seqs, dtype=np.int64)
+        ahead: I64 = np.zeros(self.known.max_num_seqs, dtype=np.int64)
         for pending in pending_plans:
-            is_same = table.generation[pending.slots] == pending.generations
+            is_same = self.known.generation[pending.slots] == pending.generations
             ahead[pending.slots] = is_same * pending.wants_logits * (1 + pending.num_drafts)
-        known = table.num_tokens[slots]
-        drafts = np.maximum(np.minimum(plan.num_drafts, table.max_total[slots] - known - 1), 0)
-        catch_up = plan.catch_up * (drafts >= np.minimum(plan.num_drafts, 1))
-        at = ((drafts > 0) | (catch_up > 0)).nonzero()[0]
-        if not len(at):
-            return DraftPlan.empty(plan)
+        drafts = self._look_up(plan, drafts, in_chain, ahead)
+        return drafts if self._model is None else self._of_model(plan, drafts, in_chain, ahead)
+
+    def _look_up(
+        self, plan: StepPlan, others: DraftPlan, in_chain: NDArray[np.bool_], ahead: I64
+    ) -> DraftPlan:
+        """Call the chain for its rows, and add the drafts of lookups to the plan of the others."""
+        assert self.known is not None and self._chain is not None
+        slots, known = plan.slots, self.known.num_tokens[plan.slots]
+        rest = np.maximum(self.known.max_total[slots] - known - 1, 0)
+        drafts = np.minimum(plan.num_drafts, rest) * in_chain
+        catch_up = plan.catch_up * in_chain * (drafts >= np.minimum(plan.num_drafts, 1))
         for lookup in self._lookups.values():
             lookup.ahead, lookup.guesses = ahead, {}
         if self._model is not None:
             self._model.begin()
             if self._model.on_device.is_head:
                 self._model.kv_len[slots] = known - 1
-        self._chain.propose(DraftRows(slots[at], known[at], drafts[at], catch_up[at]))
+        at = ((drafts > 0) | (catch_up > 0)).nonzero()[0]
+        if len(at):
+            self._chain.propose(DraftRows(slots[at], known[at], drafts[at], catch_up[at]))
         guesses = {k: v for lookup in self._lookups.values() for k, v in lookup.guesses.items()}
         looked_up = np.array([slot in guesses for slot in slots.tolist()]) * drafts
-        zeros = np.zeros_like(plan.num_drafts)
-        draft_plan = DraftPlan(zeros, zeros, looked_up.astype(np.int32), guesses)
-        return draft_plan if self._model is None else self._of_model(plan, draft_plan, ahead)
+        return others._replace(looked_up=looked_up.astype(np.int32), guesses=guesses)
 
-    def _of_model(self, plan: StepPlan, draft_plan: DraftPlan, ahead: I64) -> DraftPlan:
-        """Add the draft model's part, for as many rows as fit its first pass."""
-        assert self._model is not None and self._chain is not None
-        model, catch_up = self._model.drafts[plan.slots], self._model.catch_up[plan.slots]
-        model = model * (draft_plan.looked_up == 0)
+    def _of_model(
+        self, plan: StepPlan, drafts: DraftPlan, in_chain: NDArray[np.bool_], ahead: I64
+    ) -> DraftPlan:
+        """Set the draft model's part, for as many rows of the chain as fit its first pass."""
+        assert self._model is not None
+        slots = plan.slots
+        by_chain = self._model.drafts[slots] * (drafts.looked_up == 0)
+        model = np.where(in_chain, by_chain, drafts.model)
         if self._model.on_device.is_head:
-            return draft_plan._replace(model=model)
-        # The chain raised these rows' catch-up by itself, from the tokens before the pending step.
-        is_raised = catch_up > plan.catch_up
-        added = ahead[plan.slots] * (model > 0) * self._chain.is_mixed(plan.slots)
-        catch_up = catch_up + added.astype(np.int32)
+            return drafts._replace(model=model)
+        # The chain raises a row's catch-up by itself, from the tokens before the pending step.
+        by_chain = self._model.catch_up[slots]
+        is_raised = in_chain & (by_chain > plan.catch_up)
+        by_chain = by_chain + (ahead[slots] * (model > 0)).astype(np.int32)
+        catch_up = np.where(in_chain, by_chain, drafts.catch_up)
         cost = catch_up + (model > 0)
         available = self._model.on_device.max_catch_up - int(cost[~is_raised].sum())
         fits = ~is_raised | ((cost * is_raised).cumsum() <= available)
-        return draft_plan._replace(model=model * fits, catch_up=catch_up * fits)
+        return drafts._replace(model=model * fits, catch_up=catch_up * fits)
 
-    def learn(self, plan: StepPlan, draft_plan: DraftPlan, rows: np.ndarray) -> I32 | None:
+    def learn(self, plan: StepPlan, rows: np.ndarray) -> I32 | None:
         """Take in a step's result; return `draft_kv_lens` of its `StepResult`. `rows` has a row for
         each row of the plan, packed by `triton_kernels.slots.advance`. Rows whose slot has another
         sequence by now are ignored."""
         slots, draft_kv = plan.slots, rows[:, fields.DRAFT_KV]
         # A head's KV length is known after every step, whichever drafter was used.
         differs = self._on_device is not None and self._on_device.is_head
-        if self.known is not None:
+        if self.known is not None and self._followed:
             tokens = rows[:, fields.NUM_FIELDS :].astype(np.int64)
             self.known.advance(plan, tokens, rows[:, fields.EMITTED])
             if self._chain is not None and self._model is not None:
                 at = (self.known.generation[slots] == plan.generations).nonzero()[0]
                 self._model.kv_len[slots[at]] = draft_kv[at]
-                may_lag = self._chain.kv_lens(slots) is not None
-                differs = differs or (may_lag and not draft_plan.is_empty)
+                differs = differs or self._chain.kv_lens(slots) is not None
         return draft_kv.copy() if differs else None
