@@ -137,7 +137,10 @@ class StepCapture:
                 steps.take_guesses(device, alone=alone)
         if steps.draft_passes is not None:
             variants = MODEL_FEATURES
-            lengths, depths = steps.draft_passes.lengths, range(steps.draft_passes.max_drafts)
+            lengths, depths = (
+                steps.draft_passes.lengths,
+                range(steps.draft_passes.max_drafts, 0, -1),
+            )
             for count, longest in product(sizes(limits.max_catch_up), lengths):
                 steps.draft_passes.ingest(device, count, longest)
             drafts = product(sizes(limits.max_num_seqs), depths, (False, True))

@@ -89,8 +89,8 @@ class DraftPasses:
         and `rows` (rows that draft) are buckets; a row has at most `longest` tokens in the first
         pass and `depth` drafts. `shaped`: some row has penalties, biases or token restrictions."""
         self.ingest(device, max_tokens, longest)
-        for j in range(depth if rows else 0):
-            self.draft(device, rows, j, shaped)
+        if rows and depth:
+            self.draft(device, rows, depth, shaped)
 
     def ingest(self, device: Device, max_tokens: int, longest: int) -> None:
         """Queue the first pass."""
@@ -102,8 +102,14 @@ class DraftPasses:
             device.run(key, ingest)
 
     def draft(self, device: Device, rows: int, depth: int, shaped: bool) -> None:
-        """Queue draft number `depth` (from 0) of every row that has that many."""
-        device.run(("draft", rows, depth, shaped), partial(self._draft, rows, depth, shaped))
+        """Queue up to `depth` drafts of every row. They are one graph, because a launch costs the
+        host as much as a pass of a small model takes."""
+
+        def draft_all() -> None:
+            for j in range(depth):
+                self._draft(rows, j, shaped)
+
+        device.run(("draft", rows, depth, shaped), draft_all)
 
     def drafts(self) -> DraftTokens:
         """Return the drafts of all slots, without the number of drafts per slot."""
