@@ -383,5 +383,6 @@ class HostSide:
             if self._chain is not None and self._model is not None:
                 at = (self.known.generation[slots] == plan.generations).nonzero()[0]
                 self._model.kv_len[slots[at]] = draft_kv[at]
-                differs = differs or self._chain.kv_lens(slots) is not None
+                may_lag = self._chain.kv_lens(slots) is not None
+                differs = differs or (may_lag and (plan.num_drafts | plan.catch_up).any())
         return draft_kv.copy() if differs else None
