@@ -27,7 +27,7 @@ _CORNER, _VERIFY, _FIRST_DRAFT = 2, 7, 8  # places in `CostProfile`
 # A profile's price may wrongly be near 0: a share of an unknown machine's error is added. The share
 # of `verify_s` is the largest, so that drafts that take far longer than profiled soon cease.
 _UNPROFILED = np.full(10, 0.3)
-_UNPROFILED[_VERIFY] = 2.0
+_UNPROFILED[_VERIFY] = 8.0
 _LOWEST, _IS_SECONDS = np.zeros(8), np.ones(8)
 _LOWEST[_CORNER], _IS_SECONDS[_CORNER] = 1.0, 0.0
 _HIGHEST = np.where(_IS_SECONDS > 0, np.inf, MAX_CORNER)

@@ -19,6 +19,7 @@ from cbatch.core.scheduler.sequence import Commit
 from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable
 from cbatch.core.scheduler.state import SchedulerState
 
+_DEVICE_BOUND = 0.8  # least share of the executor in a step's wall time if the device binds
 PLAIN_EVERY = 64  # every 64th step without chunks is observed, if the policy has no prices
 _NON_FINITE = int(RowStatus.NON_FINITE)
 _DRAFT_NON_FINITE = int(RowStatus.DRAFT_NON_FINITE)
@@ -38,6 +39,7 @@ def update_from_output(state: SchedulerState, result: StepResult, now_s: float) 
         _taint_cancelled(state, planned, result)
     elapsed_s = None if last_s is None else now_s - last_s
     step = CommittedStep(state.table, planned, result, elapsed_s)
+    step.is_steady = not state.in_flight or _are_alike(planned, state.in_flight[0])
     may_end = _may_end(state, planned)
 
     _append_tokens(state, step)
@@ -70,6 +72,12 @@ def update_from_output(state: SchedulerState, result: StepResult, now_s: float) 
     return _report(state, step)
 
 
+def _are_alike(step: InFlightStep, other: InFlightStep) -> bool:
+    """Return whether both steps have drafts or neither, and the same for chunks."""
+    a, b = step.tokens, other.tokens
+    return (a.total_drafts > 0, a.num_chunks > 0) == (b.total_drafts > 0, b.num_chunks > 0)
+
+
 def _pop_planned(in_flight: list[InFlightStep], result: StepResult) -> InFlightStep:
     if not in_flight or in_flight[0].plan.step_id != result.step_id:
         expected = in_flight[0].plan.step_id if in_flight else None
@@ -91,6 +99,7 @@ class CommittedStep:
     ) -> None:
         """`elapsed_s`: seconds since the last commit, or None if the engine was idle meanwhile."""
         self._table, self._planned, self.elapsed_s = table, planned, elapsed_s
+        self.is_steady = True  # the host's part of `elapsed_s` is of a step like this one
         self.plan, self.result = planned.plan, result
         self.owners, self.rows = planned.owners, planned.rows
         if planned.cancelled_slots:
@@ -136,12 +145,16 @@ class CommittedStep:
     def sample(self) -> StepSample:
         """Return the composition of the step and its duration: the wall time since the previous
         commit, because planning, launches and detokenization take part of a small model's step.
-        Without a previous commit, or if the executor measured more, use its measurement. Call it
-        once the step's tokens are in the table."""
+        Without a previous commit, or if the executor measured more, use its measurement. With
+        another step in flight, the host has launched that one in this time. If it is of another
+        kind, and the host takes longer than the device, the duration is not measured. Call it once
+        the step's tokens are in the table."""
         plan, result = self.plan, self.result
         target_s = result.target_s
         if self.elapsed_s is not None:
-            target_s = max(self.elapsed_s - result.draft_s, target_s)
+            wall_s = max(self.elapsed_s - result.draft_s, target_s)
+            is_measured = self.is_steady or target_s >= _DEVICE_BOUND * wall_s
+            target_s = wall_s if is_measured else 0.0
         table = self._table
         kv_len = table.num_tokens[self.rows] - table.num_uncomputed_tokens[self.rows]
         work = StepWork.decoding(len(self.slots), int(np.add.reduce(kv_len, dtype=np.int64)))
