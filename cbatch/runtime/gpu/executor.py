@@ -171,8 +171,9 @@ class GpuExecutor:
         plan, bounds = step.plan, step.bounds
         rows = self.steps.find_logits(bounds)
         masked = self.host_side.masked(plan)
-        shaped = plan.slots[plan.wants_logits & self._slots.shaped[plan.slots]]
-        self._logprobs.keep(plan, np.union1d(masked, shaped))
+        if self._logprobs.reads_outputs:
+            shaped = plan.slots[plan.wants_logits & self._slots.shaped[plan.slots]]
+            self._logprobs.keep(plan, np.union1d(masked, shaped))
         if len(masked):
             assert self.host_side.known is not None
             drafts = step.drafting is not None

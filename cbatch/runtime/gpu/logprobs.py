@@ -84,6 +84,11 @@ class LogprobsReader:
                 self._release(admission.slot)
                 self._admit(admission)
 
+    @property
+    def reads_outputs(self) -> bool:
+        """True if a sequence requests log probabilities of its output."""
+        return bool(self._asks.outputs)
+
     def keep(self, plan: StepPlan, slots: NDArray[np.int32]) -> None:
         """Copy the logits of these slots, before masks or penalties change them."""
         counts = dict(zip(plan.slots.tolist(), plan.num_drafts.tolist(), strict=True))

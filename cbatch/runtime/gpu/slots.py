@@ -154,12 +154,11 @@ class HostSlots:
         fields = SlotWork()
         work[fields.num_new_tokens, slots] = plan.query_lens - plan.num_drafts
         work[fields.wants_logits, slots] = plan.wants_logits
-        work[fields.num_drafts, slots] = draft_plan.model
-        work[fields.catch_up, slots] = draft_plan.catch_up
-        work[fields.looked_up, slots] = draft_plan.looked_up
-        work[fields.drafting] = (
-            draft_plan.model | draft_plan.catch_up | draft_plan.looked_up
-        ).any()
+        if (draft_plan.model | draft_plan.catch_up | draft_plan.looked_up).any():
+            work[fields.num_drafts, slots] = draft_plan.model
+            work[fields.catch_up, slots] = draft_plan.catch_up
+            work[fields.looked_up, slots] = draft_plan.looked_up
+            work[fields.drafting] = True
         for slot, (known, guess) in draft_plan.guesses.items():
             message.put("guess", slot, np.array([len(guess), known, *guess], dtype=np.int32))
         message.put_all("work", work)
