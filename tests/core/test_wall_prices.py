@@ -166,13 +166,12 @@ def served_per_s(lookahead: str, drafted_s: float) -> float:
 def test_with_overlap_the_launch_of_the_next_step_is_not_a_step_s(
     drafted_s: float, drafts_pay: bool
 ) -> None:
-    """If drafts pay, `adaptive` need not be the best: it takes passes for a cost, which the slower
-    host hides."""
+    """`adaptive` need not be the best: a token seems to cost a slow host something."""
     off, fixed, adaptive = (
         served_per_s(each, drafted_s) for each in ("off", "fixed:4", "adaptive")
     )
     assert (fixed > 1.1 * off) == drafts_pay
-    assert adaptive >= (0.85 * fixed if drafts_pay else 0.98 * off)
+    assert adaptive >= (0.9 * fixed if drafts_pay else 0.98 * off)
 
 
 def test_time_without_work_is_no_step_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ class StepCosts:
     def __init__(self, profile: CostProfile | None = None, *, drifts: bool = True) -> None:
         """`drifts`: prices may change while they are measured."""
         self._drifts = drifts
+        self._shown = 1.0  # share of the drafter's time that counts
         self._num_observed = {False: 0, True: 0}  # steps without chunks, with drafts or without
         self._first: list[StepSample] = []  # while there are no prices
         self._target: RobustFit | None = None
@@ -104,9 +105,11 @@ class StepCosts:
                     self._target.observe(first.rest_s, *self.gradient(first.work))
                 self._first.clear()
         passes, tokens = work.draft_depth, work.draft_tokens + work.ingested_tokens
-        if sample.draft_s > 0 and self._draft is not None and (passes or tokens):
+        draft_s = sample.draft_s + sample.hidden_s
+        if draft_s > 0 and self._draft is not None and (passes or tokens):
             counts = np.array([passes, tokens], np.float64)
-            self._draft.observe(sample.draft_s, float(self._draft.prices @ counts), counts)
+            self._draft.observe(draft_s, float(self._draft.prices @ counts), counts)
+            self._shown += (sample.draft_s / draft_s - self._shown) / _FIRST_DRAFT
 
     def prices(self, rows: int, context_tokens: int, max_drafts: int) -> StepPrices:
         """Return the prices of steps with `rows` decoding rows and 0 to `max_drafts` drafts in
@@ -116,7 +119,7 @@ class StepCosts:
         pairs = context_tokens / max(rows, 1) * tokens
         step_s = self.seconds(tokens, tokens, context_tokens, pairs)
         step_s[1:] += self._target.prices[_VERIFY]
-        return StepPrices(step_s, *self._draft.prices.tolist())
+        return StepPrices(step_s, *(self._shown * self._draft.prices).tolist())
 
     def seconds(
         self,

@@ -62,6 +62,7 @@ class StepSample(msgspec.Struct, frozen=True):
     draft_s: float  # passes of the drafter
     target_s: float  # the rest of the executor's time
     host_s: float = 0.0  # of the step loop around the executor
+    hidden_s: float = 0.0  # passes of the drafter that did not count, as the host took longer
 
     @property
     def rest_s(self) -> float:

@@ -150,11 +150,15 @@ class CommittedStep:
         kind, and the host takes longer than the device, the duration is not measured. Call it once
         the step's tokens are in the table."""
         plan, result = self.plan, self.result
-        target_s = result.target_s
+        draft_s, target_s, hidden_s = result.draft_s, result.target_s, 0.0
         if self.elapsed_s is not None:
-            wall_s = max(self.elapsed_s - result.draft_s, target_s)
-            is_measured = self.is_steady or target_s >= _DEVICE_BOUND * wall_s
-            target_s = wall_s if is_measured else 0.0
+            device_s = result.draft_s + target_s
+            wall_s = max(self.elapsed_s, device_s)
+            host_binds = self._planned.overlaps and device_s < _DEVICE_BOUND * wall_s
+            if host_binds and draft_s > 0:
+                hidden_s, draft_s = draft_s, 0.0
+            is_measured = self.is_steady or not host_binds
+            target_s = wall_s - draft_s if is_measured else 0.0
         table = self._table
         kv_len = table.num_tokens[self.rows] - table.num_uncomputed_tokens[self.rows]
         work = StepWork.decoding(len(self.slots), int(np.add.reduce(kv_len, dtype=np.int64)))
@@ -169,7 +173,7 @@ class CommittedStep:
             work.draft_depth = int(np.maximum.reduce(self.num_drafted, initial=0))
             work.draft_tokens = self.total_drafted
             work.ingested_tokens = int(np.add.reduce(plan.catch_up))
-        return StepSample(work, result.draft_s, target_s)
+        return StepSample(work, draft_s, target_s, hidden_s=hidden_s)
 
     def _count_chunks(self, work: StepWork, kv_len: np.ndarray, query_lens: np.ndarray) -> None:
         """Count the chunks of the step apart from its decoding rows: the rows that computed more
