@@ -1,0 +1,151 @@
+"""Every architecture of GGUF files: a table of tiny models. A file computes what its directory
+does, and a file that does not fit its architecture is refused in one line."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.model.checkpoint import open_checkpoint
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.gguf_architectures import architectures
+from cbatch.runtime.model.gguf_file import TYPES, Gguf, read_gguf
+from cbatch.runtime.model.gguf_model import config_of
+from tests.gguf_converter import architecture_of, converted
+from tests.gguf_files import gguf_bytes
+from tests.runtime.hf_models import paged, run_all
+from tests.runtime.marks import needs_compiler
+from tests.runtime.mutations import ODD, REALS
+from tests.runtime.test_every_family import CHANGES, LONG, make
+from tests.runtime.test_transformers_backend import sequences
+
+pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+# What files can say of the cases of each family, by `model_type`.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("mistral", {"sliding_window": 8}),
+    ("mixtral", {}),
+    ("ministral3", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("gemma", {}),
+    ("gemma2", CHANGES["gemma2"][0]),
+    ("gemma3_text", CHANGES["gemma3_text"][0]),
+    ("phi", {}),
+    ("phi3", {"sliding_window": 9}),
+    ("phi3", CHANGES["phi3"][1]),
+    ("smollm3", {}),
+    ("arcee", {}),
+    ("ernie4_5", {"use_bias": True}),
+    ("exaone4", {}),
+    ("seed_oss", {"attention_out_bias": True}),
+    ("olmo2", {}),
+    ("olmo3", {}),
+    ("granite", CHANGES["granite"][0]),
+    ("glm4", {}),
+    ("starcoder2", {"sliding_window": None}),
+    ("stablelm", {"use_qkv_bias": True}),
+    ("nemotron", {}),
+    ("cohere", {}),
+    ("cohere2", {}),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 192}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("granitemoe", CHANGES["granitemoe"][0]),
+    ("olmoe", {}),
+    ("gpt_oss", {"rope_parameters": CHANGES["gpt_oss"][0]["rope_parameters"]}),
+]
+IDS = [f"{kind}-{i}" for i, (kind, _) in enumerate(CASES)]
+
+
+@functools.cache
+def made(case: int) -> tuple[Path, Path]:
+    """Make the directory and the file of a case once."""
+    kind, changes = CASES[case]
+    folder = Path(tempfile.mkdtemp(prefix="gguf-"))
+    make(kind, folder, **changes)
+    path = folder / "model.gguf"
+    path.write_bytes(gguf_bytes(*converted(folder)))
+    return folder, path
+
+
+def logits(path: Path) -> torch.Tensor:
+    model = load_model(path)
+    kv = KVCache(model.config, 30, 4, torch.float32, "cpu")
+    return run_all(model, kv, paged(kv, sequences((40, 11))), [1, 5, 7], firsts=[9, 4])
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_a_file_computes_what_its_directory_does(case: int) -> None:
+    """The only roundings are those of numbers in the metadata, and of norms plus 1."""
+    folder, path = made(case)
+    one, other = open_checkpoint(path).config, open_checkpoint(folder).config
+    for field in ("family", "windows", "max_position_tokens", "tie_embeddings"):
+        assert getattr(one, field) == getattr(other, field)
+    expected = logits(folder)
+    assert (logits(path) - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+def test_the_table_knows_every_architecture_and_no_other() -> None:
+    known = set(gguf.MODEL_ARCH_NAMES.values())
+    assert {architecture_of(made(case)[0]) for case in range(len(CASES))} == set(architectures())
+    assert set(architectures()) <= known
+
+
+def refusal(file: Gguf) -> str | None:
+    try:
+        config_of(file)
+    except ModelError as error:
+        message = str(error)
+        assert "\n" not in message and message.startswith(f"{file.path}: ")
+        return message
+    return None
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_a_tensor_that_does_not_fit_is_refused(case: int) -> None:
+    """Missing, unknown, misshapen, and quantised vectors."""
+    file = read_gguf(made(case)[1])
+    assert refusal(file) is None
+    for name, tensor in file.tensors.items():
+        if not name.startswith("blk.") or name.startswith("blk.1."):
+            others = {key: each for key, each in file.tensors.items() if key != name}
+            odd = [tensor._replace(shape=(*tensor.shape[:-1], tensor.shape[-1] + 1))]
+            odd += [tensor._replace(shape=(2, *tensor.shape))]
+            if len(tensor.shape) == 1:
+                odd.append(tensor._replace(type=TYPES[8]))
+            for each in odd:
+                message = refusal(replace(file, tensors=others | {name: each}))
+                assert message and f"tensor {name}: " in message
+            if name not in ("output.weight", "rope_factors_long.weight"):
+                assert refusal(replace(file, tensors=others)), name
+            extra = {f"{name.removesuffix('weight')}scale": tensor}
+            assert "is not a tensor of a" in str(
+                refusal(replace(file, tensors=file.tensors | extra))
+            )
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_metadata_are_read_or_refused(case: int) -> None:
+    file = read_gguf(made(case)[1])
+    for key in file.metadata:
+        for odd in (*ODD, *REALS, 2**31, "x" * 99, np.array([1, 2]), np.array([True, False] * 2)):
+            refusal(replace(file, metadata=file.metadata | {key: odd}))
+        refusal(replace(file, metadata={k: v for k, v in file.metadata.items() if k != key}))
+
+
+def test_factors_of_long_contexts(tmp_path: Path) -> None:
+    case = next(i for i, (_, changes) in enumerate(CASES) if changes.get("rope_parameters") == LONG)
+    assert open_checkpoint(made(case)[1]).config.max_position_tokens == 64
