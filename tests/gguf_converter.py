@@ -94,7 +94,8 @@ def converted(folder: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, 
         "tokenizer.ggml.model": "no_vocab",
         "tokenizer.ggml.eos_token_id": c["eos_token_id"],
     }
-    return metadata, {name: stored(tensor, kind) for name, tensor in tensors.items()}
+    kinds = {name: F32 if "ffn_gate_inp" in name else kind for name in tensors}  # routers
+    return metadata, {name: stored(tensor, kinds[name]) for name, tensor in tensors.items()}
 
 
 def _windows(c: dict[str, Any], arch: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
@@ -23,7 +26,7 @@ from cbatch.runtime.model.gguf_architectures import architectures
 from cbatch.runtime.model.gguf_file import TYPES, BlockType, Gguf, GgufTensor, read_gguf
 from cbatch.runtime.model.gguf_model import config_of
 from tests.gguf_converter import architecture_of, converted
-from tests.gguf_files import gguf_bytes
+from tests.gguf_files import Q8_0, gguf_bytes
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.marks import needs_compiler
 from tests.runtime.mutations import EXTREMES, REALS, TEXTS
@@ -67,6 +70,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmoe", {}),
     ("gpt_oss", {"rope_parameters": CHANGES["gpt_oss"][0]["rope_parameters"]}),
 ]
+# Changes for llama.cpp. It ignores windows of Llama, Phi 3 and small EXAONE 4, some biases, and
+# `truncate = false` of yarn. Its shortest context has the long factors of a tiny Phi 3. OLMoE must
+# have as many KV heads as heads.
+FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "phi3": {"sliding_window": None, "max_position_embeddings": 2048}
+    | {"original_max_position_embeddings": 1024},
+    "ernie4_5": {"use_bias": False},
+    "exaone4": {"num_hidden_layers": 64, "layer_types": None},
+    "seed_oss": {"attention_out_bias": False},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "olmoe": {"num_key_value_heads": 4},
+}
+GELU = ("gemma", "gemma2", "gemma3_text", "phi", "starcoder2")  # llama.cpp: a table in fp16
 ARRAYS = [], ["a", "b"], np.array([]), np.array([1, 2]), np.array([True, False] * 2), np.ones(4)
 ODD: tuple[Any, ...] = (*EXTREMES, *REALS, *TEXTS, True, -1, *ARRAYS)
 IDS = [f"{kind}-{i}" for i, (kind, _) in enumerate(CASES)]
@@ -83,10 +100,10 @@ def made(case: int) -> tuple[Path, Path]:
     return folder, path
 
 
-def logits(path: Path) -> torch.Tensor:
-    model = load_model(path)
-    kv = KVCache(model.config, 30, 4, torch.float32, "cpu")
-    return run_all(model, kv, paged(kv, sequences((40, 11))), [1, 5, 7], firsts=[9, 4])
+def logits(path: Path, *rows: np.ndarray, **options: Any) -> torch.Tensor:
+    model, tokens = load_model(path, **options), rows or sequences((40, 11))
+    kv = KVCache(model.config, 30, 4, model.dtype, "cpu")
+    return run_all(model, kv, paged(kv, tokens), [1, 5, 7], firsts=[9, 4][: len(tokens)])
 
 
 @needs_compiler
@@ -99,6 +116,19 @@ def test_a_file_computes_what_its_directory_does(case: int) -> None:
         assert getattr(one, field) == getattr(other, field)
     expected = logits(folder)
     assert (logits(path) - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["phi3", "glm4", "gemma3_text", "qwen2_moe"])
+def test_quantised_matrices(kind: str) -> None:
+    """Products take parts of fused matrices as stored; experts are widened."""
+    folder, _ = made(next(i for i, case in enumerate(CASES) if case[0] == kind))
+    path = folder / "quantised.gguf"
+    path.write_bytes(gguf_bytes(*converted(folder, Q8_0)))
+    assert probe_batch_invariance(load_model(path)).batch_invariant
+    widened = logits(path, dtype="float32")
+    far = (logits(path) - widened).norm() / widened.norm()
+    assert 1e-5 < far < 0.06
 
 
 def test_the_table_knows_every_architecture_and_no_other() -> None:
@@ -158,3 +188,25 @@ def test_metadata_are_read_or_refused(case: int) -> None:
 def test_factors_of_long_contexts(tmp_path: Path) -> None:
     case = next(i for i, (_, changes) in enumerate(CASES) if changes.get("rope_parameters") == LONG)
     assert open_checkpoint(made(case)[1]).config.max_position_tokens == 64
+
+
+@needs_compiler
+@pytest.mark.skipif("LLAMA_CPP_PYTHON" not in os.environ, reason="LLAMA_CPP_PYTHON is not set")
+def test_logits_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """LLAMA_CPP_PYTHON names an interpreter with llama-cpp-python 0.3.36."""
+    rows = sequences((40, 11))
+    for i, row in enumerate(rows):
+        np.save(tmp_path / f"row{i}.npy", row)
+    for name, (kind, changes) in zip(IDS, CASES, strict=True):
+        make(kind, tmp_path / name, **changes | FOR_LLAMA_CPP.get(kind, {}))
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(*converted(tmp_path / name)))
+    script = Path(__file__).with_name("llama_cpp_logits.py")
+    subprocess.run([os.environ["LLAMA_CPP_PYTHON"], script, tmp_path], check=True)
+    far = {}
+    for name, (kind, _) in zip(IDS, CASES, strict=True):
+        expected = torch.from_numpy(np.load(tmp_path / f"{name}.gguf.npy"))
+        computed = torch.cat([logits(tmp_path / f"{name}.gguf", row) for row in rows])
+        distance = ((computed - expected).abs().max() / expected.std()).item()
+        if distance > (3e-3 if kind in GELU else 1e-5):
+            far[name] = distance
+    assert not far
