@@ -119,13 +119,19 @@ def test_a_file_computes_what_its_directory_does(case: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["phi3", "glm4", "gemma3_text", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "kind", ["phi3", "glm4", "gemma3_text", "olmoe", "granitemoe", "qwen2_moe"]
+)
 def test_quantised_matrices(kind: str) -> None:
-    """Products take parts of fused matrices as stored; experts are widened."""
+    """Products take parts of fused matrices and experts as stored. Shared experts are widened."""
     folder, _ = made(next(i for i, case in enumerate(CASES) if case[0] == kind))
     path = folder / "quantised.gguf"
     path.write_bytes(gguf_bytes(*converted(folder, Q8_0)))
-    assert probe_batch_invariance(load_model(path)).batch_invariant
+    model = load_model(path)
+    assert probe_batch_invariance(model).batch_invariant
+    experts = model.layers[0].experts
+    if experts is not None:
+        assert (experts.products[0].block_types == ("Q8_0",)) == (kind != "qwen2_moe")
     widened = logits(path, dtype="float32")
     far = (logits(path) - widened).norm() / widened.norm()
     assert 1e-5 < far < 0.06
