@@ -83,9 +83,9 @@ def converted(folder: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, 
     norm = "layer_norm_epsilon" if arch in _LAYER_NORM else "layer_norm_rms_epsilon"
     values[f"attention.{norm}"] = next(c[name] for name in _EPS if name in c)
     for key, fields in _FIELDS.items():
-        found = [c[f] for f in ([fields] if isinstance(fields, str) else fields) if f in c]
-        if found and found[0] is not None:
-            values[key] = found[0]
+        numbers = [c[f] for f in ([fields] if isinstance(fields, str) else fields) if f in c]
+        if numbers and numbers[0] is not None:
+            values[key] = numbers[0]
     if arch == "gpt-oss":
         values["expert_feed_forward_length"] = c["intermediate_size"]
     values |= _windows(c, arch) | _scaling(c, rope, arch)
@@ -148,7 +148,7 @@ def _renamed(folder: Path, c: dict[str, Any], arch: str) -> list[tuple[str, Tens
     for name, parts in experts.items():
         loaded[name] = torch.stack([parts[i] for i in range(len(parts))])
     heads = {"q_proj": c["num_attention_heads"], "k_proj": c["num_key_value_heads"]}
-    found = []
+    renamed = []
     for name, tensor in _split_experts(loaded):
         if arch in _ADDS_1 and name.endswith("norm.weight"):
             tensor = tensor + 1
@@ -157,32 +157,32 @@ def _renamed(folder: Path, c: dict[str, Any], arch: str) -> list[tuple[str, Tens
             tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
         new = names.get_name(name, (".weight", ".bias"))
         assert new is not None, f"{name} has no name in GGUF files"
-        found.append((new, tensor))
-    return found
+        renamed.append((new, tensor))
+    return renamed
 
 
 def _split_experts(loaded: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
     """Return gate and up apart, and the experts' matrices as [experts, outputs, inputs]."""
-    found = []
+    renamed = []
     for name, tensor in loaded.items():
         module, _, kind = name.rpartition(".")
         if kind == "sinks":
-            found.append((f"{name}.weight", tensor))
+            renamed.append((f"{name}.weight", tensor))
         elif name.endswith("input_linear.weight"):  # of Granite: gate, then up
             for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 layer = module.split(".")[2]
-                found.append((f"model.layers.{layer}.mlp.experts.{part}_proj.weight", half))
+                renamed.append((f"model.layers.{layer}.mlp.experts.{part}_proj.weight", half))
         elif name.endswith("output_linear.weight"):
             layer = module.split(".")[2]
-            found.append((f"model.layers.{layer}.mlp.experts.down_proj.weight", tensor))
+            renamed.append((f"model.layers.{layer}.mlp.experts.down_proj.weight", tensor))
         elif module.endswith("mlp.experts"):  # of gpt-oss: rows alternate, inputs first
             ending = ".bias" if kind.endswith("_bias") else ".weight"
             tensor = tensor if tensor.dim() == 2 else tensor.transpose(1, 2)
             if kind.startswith("gate_up"):
-                found.append((f"{module}.gate_proj{ending}", tensor[:, ::2]))
-                found.append((f"{module}.up_proj{ending}", tensor[:, 1::2]))
+                renamed.append((f"{module}.gate_proj{ending}", tensor[:, ::2]))
+                renamed.append((f"{module}.up_proj{ending}", tensor[:, 1::2]))
             else:
-                found.append((f"{module}.down_proj{ending}", tensor))
+                renamed.append((f"{module}.down_proj{ending}", tensor))
         else:
-            found.append((name, tensor))
-    return found
+            renamed.append((name, tensor))
+    return renamed

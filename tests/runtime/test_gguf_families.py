@@ -170,8 +170,8 @@ def test_a_tensor_that_does_not_fit_is_refused(case: int) -> None:
             odd.append(blank(tensor, (2, *tensor.shape)))
             if len(tensor.shape) == 1 and tensor.shape[0] % 32 == 0:
                 odd.append(blank(tensor, tensor.shape, TYPES[8]))
-            for each in odd:
-                message = refusal(replace(file, tensors=others | {name: each}))
+            for other in odd:
+                message = refusal(replace(file, tensors=others | {name: other}))
                 assert message, name
                 assert f"tensor {name}: " in message or name == "token_embd.weight"
             if name != "output.weight":

@@ -18,6 +18,7 @@ from cbatch.runtime.model.weight_files import WeightSource
 
 EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_FUSED = "attn_qkv", "ffn_gate_up_exps"  # by an option of the converter
 _Shape = tuple[int, ...]
 
 
@@ -107,36 +108,39 @@ def _trimmed(shape: _Shape) -> _Shape:
 def _layout(file: Gguf, config: ModelConfig) -> tuple[dict[str, list[_Part]], dict[str, _Shape]]:
     """Return the parts of each tensor of ours, and the shape of each tensor of the file. Our
     matrices that the file stores as one are stacked by rows."""
-    entry = architectures()[file.metadata["general.architecture"]]
+    architecture = architectures()[file.metadata["general.architecture"]]
     parts: dict[str, list[_Part]] = defaultdict(list)
     shapes: dict[str, _Shape] = {}
-    for layer, each in _entries(file, entry, config):
-        stored = entry.names.get(each.stored, each.stored)
-        tensor = f"{layer}{stored}.{each.kind}"
+    for layer, entry in _entries(file, architecture, config):
+        stored = architecture.names.get(entry.stored, entry.stored)
+        tensor = f"{layer}{stored}.{entry.kind}"
         first_row, *_ = shapes.get(tensor, (0,))
-        parts[each.name].append(_Part(tensor, first_row, each.shape))
-        shapes[tensor] = first_row + each.shape[0], *each.shape[1:]
+        parts[entry.name].append(_Part(tensor, first_row, entry.shape))
+        shapes[tensor] = first_row + entry.shape[0], *entry.shape[1:]
     return parts, shapes
 
 
-def _entries(file: Gguf, entry: GgufArchitecture, c: ModelConfig) -> Iterator[tuple[str, _Entry]]:
+def _entries(
+    file: Gguf, architecture: GgufArchitecture, c: ModelConfig
+) -> Iterator[tuple[str, _Entry]]:
+    """Return all parts with the prefix of their layer."""
     matrix = c.vocab_size, c.hidden_size
     yield "", _Entry("model.embed_tokens.weight", "token_embd", matrix)
-    for each in _norm("output_norm", c.norm, c.hidden_size):
-        yield "", each._replace(name=f"model.{each.name}")
+    for entry in _norm("output_norm", c.norm, c.hidden_size):
+        yield "", entry._replace(name=f"model.{entry.name}")
     if not c.tie_embeddings:
         yield "", _Entry("lm_head.weight", "output", matrix)
     if c.head_bias:
         yield "", _Entry("lm_head.bias", "output", (c.vocab_size,), "bias")
     for i, record in enumerate(c.layers):
-        fused_qkv = f"blk.{i}.attn_qkv.weight" in file.tensors
-        for each in _of_layer(record, c.hidden_size, fused_qkv, entry.fused_gate):
-            yield f"blk.{i}.", each._replace(name=f"model.layers.{i}.{each.name}")
+        fused = {name for name in _FUSED if f"blk.{i}.{name}.weight" in file.tensors}
+        if architecture.fused_gate:
+            fused.add("ffn_up")
+        for entry in _of_layer(record, c.hidden_size, fused):
+            yield f"blk.{i}.", entry._replace(name=f"model.layers.{i}.{entry.name}")
 
 
-def _of_layer(
-    record: LayerRecord, hidden: int, fused_qkv: bool, fused_gate: bool
-) -> Iterator[_Entry]:
+def _of_layer(record: LayerRecord, hidden: int, fused: set[str]) -> Iterator[_Entry]:
     m, f = record.mixer, record.feed_forward
     assert f is not None
     yield from _norm("attn_norm", m.norm, hidden)
@@ -144,11 +148,11 @@ def _of_layer(
     if not record.parallel:
         yield from _norm("ffn_norm", f.norm, hidden)
     yield from _norm("post_ffw_norm", f.out_norm, hidden)
-    yield from _attention(m, hidden, fused_qkv)
+    yield from _attention(m, hidden, "attn_qkv" in fused)
     if isinstance(f, Experts):
-        yield from _experts(f, hidden)
+        yield from _experts(f, hidden, "ffn_gate_up_exps" in fused)
     else:
-        yield from _feed_forward(f, hidden, fused_gate)
+        yield from _feed_forward(f, hidden, "ffn_up" in fused)
 
 
 def _norm(stored: str, norm: Norm | None, size: int) -> Iterator[_Entry]:
@@ -188,22 +192,18 @@ def _feed_forward(f: FeedForward, hidden: int, fused: bool) -> Iterator[_Entry]:
     yield from _matrix("mlp.down_proj", "ffn_down", (hidden, f.inner), f.bias)
 
 
-def _experts(f: Experts, hidden: int) -> Iterator[_Entry]:
+def _experts(f: Experts, hidden: int, fused: bool) -> Iterator[_Entry]:
     yield from _matrix("mlp.gate", "ffn_gate_inp", (f.count, hidden), f.bias)
-    for name, stored, rows, columns in (
-        ("gate_up_proj", "ffn_gate_exps", f.inner, hidden),
-        ("gate_up_proj", "ffn_up_exps", f.inner, hidden),
-        ("down_proj", "ffn_down_exps", hidden, f.inner),
-    ):
+    halves = [("gate_up_proj", f"ffn_{half}_exps", f.inner, hidden) for half in ("gate", "up")]
+    if fused:
+        halves = [("gate_up_proj", "ffn_gate_up_exps", 2 * f.inner, hidden)]
+    for name, stored, rows, columns in (*halves, ("down_proj", "ffn_down_exps", hidden, f.inner)):
         yield _Entry(f"mlp.experts.{name}", stored, (f.count, rows, columns))
         if f.bias:
             yield _Entry(f"mlp.experts.{name}_bias", stored, (f.count, rows), "bias")
     if f.shared:
         inner = f.shared * f.inner
-        for part, shape in (
-            ("gate", (inner, hidden)),
-            ("up", (inner, hidden)),
-            ("down", (hidden, inner)),
-        ):
+        for part in ("gate", "up", "down"):
+            shape = (hidden, inner) if part == "down" else (inner, hidden)
             yield _Entry(f"mlp.shared_expert.{part}_proj.weight", f"ffn_{part}_shexp", shape)
         yield _Entry("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp", (1, hidden))
