@@ -203,7 +203,7 @@ def test_tensors_that_do_not_fit_are_named(
 
 
 def test_random_weights_need_no_more_than_the_metadata(tmp_path: Path) -> None:
-    build(tmp_path, "llama")
+    build(tmp_path, "qwen3")  # of a Llama file, the rows of heads have another order
     path = as_gguf(tmp_path)
     assert not torch.equal(logits(path, random_weights_seed=1), logits(path))
     assert torch.equal(logits(path, random_weights_seed=1), logits(tmp_path, random_weights_seed=1))
