@@ -43,7 +43,7 @@ from bench.shapes import SHAPES
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.gguf_file import read_gguf
 from cbatch.runtime.model.records import Rope
-from cbatch.runtime.model.rope import inverse_frequencies
+from cbatch.runtime.model.rope import interleave_halves, inverse_frequencies
 from tests.gguf_files import F16, F32, Q8_0, convert, write_gguf
 from tests.runtime.hf_models import build
 
@@ -313,10 +313,15 @@ def test_a_directory_from_a_file_is_the_same_model(
     )
     for name, shape in (
         ("model.embed_tokens.weight", (c.vocab_size, c.hidden_size)),
-        ("model.layers.1.self_attn.q_proj.weight", (m.heads * m.key_dim, c.hidden_size)),
         ("model.norm.weight", (c.hidden_size,)),
     ):
         assert torch.equal(one.weights.get(name, shape), other.weights.get(name, shape))
+    name, shape = "model.layers.1.self_attn.q_proj.weight", (m.heads * m.key_dim, c.hidden_size)
+    in_order, in_halves = (
+        interleave_halves(each.weights.get(name, shape), each.config.attention.rope, m.key_dim)
+        for each in (one, other)
+    )
+    assert torch.equal(in_order, in_halves)
 
 
 # -- figures

@@ -56,12 +56,15 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def parse_config(
-    values: Mapping[str, Any], path: Path, names: Mapping[str, str] | None = None
+    values: Mapping[str, Any],
+    path: Path,
+    names: Mapping[str, str] | None = None,
+    family: Family | None = None,
 ) -> ModelConfig:
     """Return the configuration that the JSON object `values` describes. Errors name `path` and the
-    field; `names` maps field names to those of a file in another format. Raises ModelError as
-    `load_config` does."""
-    family = _family(Fields(path, values, names=names))
+    field; `names` maps field names to those of a file in another format. `family` is the one that
+    `values` name, unless given. Raises ModelError as `load_config` does."""
+    family = family or _family(Fields(path, values, names=names))
     # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
     f = Fields(path, {**defaults, **values}, names=names)
@@ -288,6 +291,7 @@ def _context_tokens(f: Fields, family: Family, rope: Rope) -> int:
     - linear: `max_position_embeddings` is the length before scaling, times the factor;
     - yarn: the original length, a field of the rope, times the factor;
     - longrope: the original length; longer contexts need other frequencies, which are unsupported;
+    - yarn with `llama_4_scaling_beta`: the original length; longer contexts need scaled queries;
     - others: `max_position_embeddings` itself.
 
     With a rope for each type of layer (`typed`), nothing is multiplied.
@@ -295,7 +299,9 @@ def _context_tokens(f: Fields, family: Family, rope: Rope) -> int:
     context: float = f.integer("max_position_embeddings")
     if rope.type in ("yarn", "longrope"):
         context = rope.original_max_position_tokens
-    if rope.type in ("linear", "yarn") and family.ropes != "typed":
+    scaling = f.get("rope_scaling") or f.get("rope_parameters")
+    scales_queries = rope.type == "yarn" and scaling.get("llama_4_scaling_beta")
+    if rope.type in ("linear", "yarn") and family.ropes != "typed" and not scales_queries:
         context *= rope.factor
     if not _MIN_CONTEXT <= context <= _MAX_CONTEXT:
         problem = (
