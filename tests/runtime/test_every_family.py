@@ -69,6 +69,17 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     ],
     "granite": [GRANITE | {"attention_bias": True, "mlp_bias": True}],
     "granitemoe": [GRANITE],
+    "hunyuan_v1_dense": [
+        {"attention_bias": True},
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "factor": 1.0,
+                "alpha": 9.0,
+                "rope_theta": 1e4,
+            }
+        },
+    ],
     "ministral": [{"sliding_window": 8}],
     "mixtral": [{"sliding_window": 8}],
     "nemotron": [{"mlp_bias": True}],

@@ -23,13 +23,14 @@ _SINGLE_THREAD_BELOW = 1 << 18  # multiplications below which one thread is fast
 class Gating(enum.IntEnum):
     """Activations of an expert, in this order: silu(gate) * up; gelu(gate) * up in the tanh form;
     gate * sigmoid(alpha * gate) * (up + 1) of clamped inputs; a `Gate.function`; relu(gate)^2 *
-    up."""
+    up; xIELU, for dense layers only."""
 
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
     CALLER = 3
     RELU_SQUARED = 4
+    XIELU = 5
 
 
 class Gate(NamedTuple):

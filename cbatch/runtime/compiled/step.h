@@ -23,10 +23,11 @@ typedef struct {
 
 // qkv gives rows [kv_heads, (group + 1) * dim + value_dim]: the queries, K and V of each KV head.
 // `qk_weight` is [group + 1, dim] for norms of each head, or [kv_heads, group + 1, dim] if all
-// queries of a row are normed as one vector, and all its keys as another. `sinks` [kv_heads *
+// queries of a row are normed as one vector, and all its keys as another. EACH_ROTATED norms heads
+// after the rotation. `sinks` [kv_heads *
 // group] may be null. cos_sin [positions, dim / 2, 2]. A row sees the last `window` positions.
 // Scores are multiplied by `scale` and become cap * tanh(score / cap), unless `cap` is 0.
-enum qk_norm { NO_QK_NORM, EACH_HEAD, ALL_HEADS };
+enum qk_norm { NO_QK_NORM, EACH_HEAD, ALL_HEADS, EACH_ROTATED };
 typedef struct {
     branch joins;
     linear qkv, out;
@@ -37,11 +38,12 @@ typedef struct {
 
 // down(activation(gate) * up), or without `gated` down(activation(up)). With experts, `gate_up` is
 // their router, and there is no `down`. With `gates_in_product`, the product of gate and up
-// computes the activation.
+// computes the activation. `xielu` has the 3 factors of that activation.
 typedef struct {
     branch joins;
     linear gate_up, down;
     const mixture *experts;
+    const float *xielu;
     long inner, activation, gated, gates_in_product;
 } feed_forward;
 

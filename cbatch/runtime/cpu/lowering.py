@@ -18,10 +18,10 @@ from cbatch.runtime.compiled.product import CompiledProduct, address_of
 from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.layers import Layer, PairWeights
-from cbatch.runtime.model.records import Branch, Experts, FeedForward, Norm, PairInput
+from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward, Norm, PairInput
 
 _RMS_NORM, _LAYER_NORM = 1, 2
-_EACH_HEAD, _ALL_HEADS = 1, 2
+_EACH_HEAD, _ALL_HEADS, _EACH_ROTATED = 1, 2, 3
 
 
 def product_of(linear: Linear | None) -> Any:
@@ -70,7 +70,7 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
         dim=m.key_dim,
         value_dim=m.value_dim,
         window=m.window or max_tokens,
-        qk_norm=0 if m.qk_norm is None else _ALL_HEADS if m.norms_whole else _EACH_HEAD,
+        qk_norm=_qk_norm(m),
         scale=m.scale,
         cap=m.soft_cap,
         qk_eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
@@ -86,10 +86,17 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
         inner=f.inner,
         activation=Gating[f.activation.upper()],
         gated=f.gated if isinstance(f, FeedForward) else True,
+        xielu=address_of(layer.xielu),
     )
     if isinstance(f, Experts):
         forward.experts = ctypes.pointer(layer.experts.mixture(f))
     return struct("layer")(mixer, forward, parallel, -1)
+
+
+def _qk_norm(m: Attention) -> int:
+    if m.qk_norm is None:
+        return 0
+    return _ALL_HEADS if m.norms_whole else _EACH_ROTATED if m.norms_rotated else _EACH_HEAD
 
 
 def lower_pairs(pair: PairInput, weights: PairWeights) -> Any:
