@@ -86,13 +86,11 @@ static void save_state(const pass *p, long state, long row, const float *x) {
         memcpy(p->step->hidden + (row * p->step->num_kept + state) * hidden, x, hidden * 4);
 }
 
-// Norms the residual stream for a product, and saves the stream as state `state`. Unless the product
-// reads floats, a normed row is needed only until it is converted.
+// Norms the residual stream for a product, and saves the stream as state `state`.
 static void normalize(pass *p, const linear *to, const norm *by, long state) {
-    const int keeps_rows = row_form_of(to) == FLOATS;
     EACH_CLAIMED(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
-        float *normed = p->normed + (keeps_rows ? r : p->me.thread) * p->hidden_stride;
+        float *normed = p->normed + (by->keeps_rows ? r : p->me.thread) * p->hidden_stride;
         add_pending_sums(p, r);
         save_state(p, state, r, x);
         norm_row(by, x, p->model->hidden, normed);

@@ -5,12 +5,13 @@
 #include "ragged.h"
 
 // A norm: none, RMSNorm, or LayerNorm, which subtracts the mean. `weight` has weights times sqrt(n),
-// or is null.
+// or is null. Unless `keeps_rows`, a normed row is needed only until the product after the norm
+// has it in another form.
 enum norm_kind { NO_NORM, RMS_NORM, LAYER_NORM };
 typedef struct {
     const float *weight;
     float eps;
-    long kind;
+    long kind, keeps_rows;
 } norm;
 
 // A branch of the residual stream: its output is normed by `after`, scaled, and added. Unless
@@ -132,15 +133,6 @@ _Static_assert(sizeof(pass) <= MAX_JOB_BYTES, "a pass is handed over whole");
 
 #define LOOPS_OF_A_LAYER 20  // shared loops of a layer, at most
 #define OTHER_LOOPS 8        // and of the rest of a pass
-
-// Decides which steps are fused: the activation with the product before it.
-void lower(layer *layers, long count) {
-    for (long i = 0; i < count; i++) {
-        feed_forward *f = &layers[i].forward;
-        f->gates_in_product = f->activation == SILU && f->gated && !f->experts &&
-                              gates(&f->gate_up) && row_form_of(&f->down) == PAIRS;
-    }
-}
 
 INLINE long row_width(const attention *m) {
     return m->kv_heads * ((m->group + 1) * m->dim + m->value_dim);
