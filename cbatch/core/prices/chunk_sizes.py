@@ -78,12 +78,11 @@ class ChunkSizes:
     def _within(self, limit_s: float, work: StepWork, history: int = 0) -> int:
         """Return the largest chunk with which the step `work` takes at most `limit_s`, or 0."""
         seconds = self._costs.with_chunks(work, self._sizes, history)
-        fitting = int(np.count_nonzero(seconds <= limit_s))
-        return int(self._sizes[fitting - 1]) if fitting else 0
+        return int(self._sizes[seconds <= limit_s].max(initial=0))
 
     def drafts_within(self, target_s: float, work: StepWork, depth: int, chunk: int) -> int:
-        """Return the drafts, in up to `depth` passes, that fit into `target_s` with the decoding rows
-        `work` and a `chunk`. Before prices are known, return the most tokens of a step."""
+        """Return the drafts, in up to `depth` passes, that fit into `target_s` with the decoding
+        rows `work` and a chunk. Before prices are known, return the most tokens of a step."""
         if not self._costs.is_known:
             return self._max_tokens
         counts = np.append(np.arange(_MIN_TOKENS), self._sizes)
@@ -91,8 +90,7 @@ class ChunkSizes:
         seconds = prices.step_s + prices.ingest_s * counts + prices.pass_s * counts.clip(0, depth)
         if chunk:
             seconds += self._costs.with_chunks(work, np.array([chunk]), 0) - seconds[0]
-        fitting = int(np.count_nonzero(seconds <= self._margin(target_s) * target_s))
-        return int(counts[fitting - 1]) if fitting else 0
+        return int(counts[seconds <= self._margin(target_s) * target_s].max(initial=0))
 
     def chunk(self, work: StepWork, history: int, target_s: float | None) -> int:
         """Return the prompt tokens to be added to `work`, a step of decoding rows, after `history`
@@ -137,10 +135,8 @@ class ChunkSizes:
         if not (self._max_measured and self._costs.is_known):
             return 0.0
         chunk = budget_tokens if self._share >= 1 or not work.rows else self.last or _FIRST_TOKENS
-        chunk = min(chunk, budget_tokens)
-        return (
-            float(self._costs.with_chunks(work, np.array([chunk]), int(self._history))[0]) / chunk
-        )
+        sizes = np.array([min(chunk, budget_tokens)])
+        return float((self._costs.with_chunks(work, sizes, int(self._history)) / sizes)[0])
 
 
 def _with_chunk(work: StepWork, tokens: int, history: int) -> StepWork:
