@@ -394,4 +394,5 @@ class DraftableRows:
 
     @property
     def remaining_tokens(self) -> np.ndarray:
-        return np.subtract(self._state.table.lookahead_end[self.rows], self._num_known)
+        remaining: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known
+        return remaining
