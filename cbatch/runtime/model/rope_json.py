@@ -73,7 +73,7 @@ def _rope(f: Fields, family: Family, head_dim: int) -> Rope:
         rotated = plain.rotated(head_dim)
         problem = f"must rotate an even number of dimensions; {share!r} of {head_dim} is {rotated}"
         raise r.error("partial_rotary_factor", problem)
-    if stretches_base:  # for every length alike
+    if stretches_base:  # whatever the length
         stretch = r.number("alpha") ** (head_dim / (head_dim - 2)) if head_dim > 2 else 1.0
         return replace(plain, theta=theta * stretch)
     if kind == "default":
