@@ -109,8 +109,8 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
 def _qk_norm(m: Attention) -> int:
     if m.qk_norm is None:
         return int(_QkNorm.NO_QK_NORM)
-    each = _QkNorm.EACH_ROTATED if m.norms_rotated else _QkNorm.EACH_HEAD
-    return int(_QkNorm.ALL_HEADS if m.norms_whole else each)
+    by_head = _QkNorm.EACH_ROTATED if m.norms_rotated else _QkNorm.EACH_HEAD
+    return int(_QkNorm.ALL_HEADS if m.norms_whole else by_head)
 
 
 def _gates_in_product(layer: Layer[Linear]) -> bool:
