@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.records import Attention, Experts, FeedForward, LayerRecord, Norm
@@ -14,6 +15,7 @@ from cbatch.runtime.model.rope import interleave_halves
 from cbatch.runtime.model.weight_files import WeightSource
 
 _BODY = "model"  # the module that holds the last norm
+_XIELU_BETA = 0.5  # where a checkpoint lacks it
 P = TypeVar("P")  # a device's product with constant weights
 
 
@@ -23,7 +25,8 @@ class Layer(Generic[P]):
 
     `qk_weight` is [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] if all
     heads are normed together. Norm weights are fp32, multiplied by sqrt(n). With `experts`,
-    `gate_up` is the router, and `router_norm` the norm before the router and the experts.
+    `gate_up` is the router, and `router_norm` the norm before the router and the experts. `xielu`
+    has the activation's factors for x^2 above 0, for e^x - 1 - x below, and for x; fp32.
     """
 
     record: LayerRecord
@@ -37,6 +40,7 @@ class Layer(Generic[P]):
     sinks: Tensor | None = None
     experts: Any = None
     router_norm: Tensor | None = None
+    xielu: Tensor | None = None
 
     def products(self) -> tuple[P, ...]:
         linears = self.qkv, self.out, self.gate_up
@@ -196,7 +200,14 @@ class LayerBuilder(Generic[P]):
         weights = [f"{half}.weight" for half in halves]
         gate_up = self._product(weights, (inner, hidden), bias, in_scale, shift)
         down = self._product([f"{mlp}.down_proj.weight"], (hidden, inner), down_bias, None)
-        return {"gate_up": gate_up, "down": down}
+        xielu = self._xielu(f"{mlp}.act_fn") if f.activation == "xielu" else None
+        return {"gate_up": gate_up, "down": down, "xielu": xielu}
+
+    def _xielu(self, name: str) -> Tensor:
+        """Return the factors of xIELU (arXiv:2411.13010), whose logarithms are weights."""
+        linear = self.source.scalar(f"{name}.beta") or _XIELU_BETA
+        above, below = (softplus(self.source.get(f"{name}.alpha_{n}", (1,)).float()) for n in "pn")
+        return torch.cat([above, below + linear, torch.tensor([linear])]).to(self.device)
 
     def _heads(
         self, attention: str, m: Attention, letters: str, kind: str, *columns: int
@@ -239,6 +250,7 @@ def _require_supported(m: Attention, f: FeedForward | Experts) -> None:
     assert not any(norm is not None and norm.has_bias for norm in unbiased)
     assert m.qk_norm is None or (m.qk_norm.has_weight and not m.qk_norm.centred)
     assert f.activation != "clamped" or isinstance(f, Experts)
+    assert f.activation != "xielu" or isinstance(f, FeedForward)
 
 
 def _full_bias(weight: Tensor, bias: Tensor | None, shift: Tensor | None) -> Tensor | None:

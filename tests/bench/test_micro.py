@@ -89,7 +89,7 @@ def policy_of(kind: str, rows: int) -> AdaptivePolicy:
 def test_decide(benchmark, kind):
     accepted, trials, caps = inputs(ROWS)
     chances = survival(accepted, trials, DEPTH).T
-    prices = StepCosts(PROFILES[kind]).prices(ROWS, 0, ROWS * DEPTH)
+    prices = StepCosts(PROFILES[kind]).prices(ROWS, 0, np.arange(ROWS * DEPTH + 1))
     before = None
     for _ in range(5):
         before = decide(chances, caps, prices, before)

@@ -166,6 +166,33 @@ def test_drafts_shrink_before_a_target_is_missed() -> None:
     assert max(drafts[0.012][40:]) < 4
 
 
+@pytest.mark.parametrize("chunk", [0, 100])
+@pytest.mark.parametrize(
+    "dear", ["logit_s", "verify_s", "draft_pass_s", "draft_token_s", "chunk_s"]
+)
+def test_drafts_take_the_time_that_a_target_leaves(dear: str, chunk: int) -> None:
+    """One price is far above the others. The step with these drafts keeps its share of the target,
+    and one with a few more does not."""
+    profile = CostProfile(BASE_S, 1e-5, context_s=1e-7, **{dear: 1e-3})
+    rows, context, target_s, depth = 10, 500, 0.1, 4
+    work = StepWork.decoding(rows, context)
+    sizes = ChunkSizes(StepCosts(profile), 1024, 0.8)
+    drafts = sizes.drafts_within(target_s, work, depth, chunk)
+
+    def step_s(count: int) -> float:
+        work = StepWork.decoding(rows, context)
+        work.target_tokens = work.logit_tokens = rows + count
+        work.draft_tokens, work.draft_depth = count, min(count, depth)
+        if chunk:
+            work.target_tokens += chunk
+            work.context_tokens, work.prefill_tokens = context + chunk, chunk
+        return sum(profile.step_s(work))
+
+    assert 0 < drafts < 1024 or step_s(1024) < target_s
+    assert step_s(drafts) <= target_s * 0.85 + 1e-9
+    assert drafts == 1024 or step_s(int(1.1 * drafts) + 1) > target_s * 0.85
+
+
 def test_a_request_may_bring_a_target_of_its_own() -> None:
     world = world_of(itl_target_s=None)
     read_prompts(world, PROMPT_TOKENS)

@@ -35,7 +35,7 @@ def sample(rng: np.random.Generator, *, noise: float = 0.0, scale: float = 1.0) 
 
 def errors(model: StepCosts, scale: float = 1.0) -> np.ndarray:
     """Return relative errors of the prices of whole steps of 16 rows and 0 to 4 drafts a row."""
-    prices = model.prices(16, 5000, 64)
+    prices = model.prices(16, 5000, np.arange(65))
     estimates = [prices.step_s[16 * d] + prices.pass_s * d for d in range(5)]
     works = [decoding(16, 5000, depth=d) for d in range(5)]
     return np.abs(np.array(estimates) / [sum(truth(work, scale)) for work in works] - 1)
@@ -43,7 +43,7 @@ def errors(model: StepCosts, scale: float = 1.0) -> np.ndarray:
 
 @pytest.mark.parametrize("tokens", [4, 100, 250, 400])
 def test_a_profile_is_priced_as_it_says(tokens: int) -> None:
-    prices = StepCosts(PROFILE).prices(4, 10_000, 508)
+    prices = StepCosts(PROFILE).prices(4, 10_000, np.arange(509))
     work = decoding(4, 10_000, drafts=tokens - 4, depth=1)
     draft_s, target_s, _ = PROFILE.step_s(work)
     assert prices.step_s[tokens - 4] == pytest.approx(target_s, rel=1e-9)
@@ -63,7 +63,7 @@ def test_a_step_with_chunks_is_priced_as_it_says(depth: int) -> None:
 
 
 def test_below_the_corner_tokens_cost_little_and_beyond_it_all_they_take() -> None:
-    step_s = StepCosts(CostProfile(6e-3, 2e-5, 8.0)).prices(1, 0, 2000).step_s
+    step_s = StepCosts(CostProfile(6e-3, 2e-5, 8.0)).prices(1, 0, np.arange(2001)).step_s
     assert step_s[150] < 1.01 * step_s[0]
     assert step_s[1500] - step_s[1000] == pytest.approx(500 * 2e-5, rel=0.01)
 
@@ -118,17 +118,17 @@ def test_one_fast_or_slow_step_moves_a_price_little(factor: float) -> None:
     model, rng = StepCosts(), np.random.default_rng(0)
     for _ in range(200):
         model.observe(sample(rng, noise=0.03))
-    before_s = model.prices(16, 5000, 64).step_s
+    before_s = model.prices(16, 5000, np.arange(65)).step_s
     work = decoding(16, 5000)
     model.observe(StepSample(work, 0.0, factor * truth(work)[1]))
-    assert model.prices(16, 5000, 64).step_s == pytest.approx(before_s, rel=0.05)
+    assert model.prices(16, 5000, np.arange(65)).step_s == pytest.approx(before_s, rel=0.05)
 
 
 def test_a_stall_of_the_first_step_is_forgotten() -> None:
     model = StepCosts()
     for step in range(8):
         model.observe(StepSample(decoding(16), 0.0, 4e-3 if step else 40e-3))
-    assert model.prices(16, 0, 64).step_s[0] == pytest.approx(4e-3, rel=0.2)
+    assert model.prices(16, 0, np.arange(65)).step_s[0] == pytest.approx(4e-3, rel=0.2)
 
 
 def test_what_drafts_cost_is_not_the_cost_of_a_chunk() -> None:
@@ -152,7 +152,7 @@ def test_without_drafts_and_profile_a_draft_looks_cheap_and_is_tried() -> None:
     work = decoding(8, 3000)
     for _ in range(50):
         model.observe(StepSample(work, *truth(work)))
-    prices = model.prices(8, 3000, 32)
+    prices = model.prices(8, 3000, np.arange(33))
     assert prices.step_s[0] == pytest.approx(truth(work)[1], rel=0.02)
     assert prices.step_s[8] + prices.pass_s < 1.15 * prices.step_s[0]
 
@@ -161,15 +161,15 @@ def test_what_steady_steps_do_not_excite_stays_as_profiled() -> None:
     """Thousands of equal steps do not move the slope. Steps without a measured duration are no
     evidence at all."""
     model, rng = StepCosts(PROFILE), np.random.default_rng(1)
-    before = model.prices(16, 5000, 64)
+    before = model.prices(16, 5000, np.arange(65))
     for _ in range(50):
         model.observe(StepSample(decoding(16, 5000, depth=2), 0.0, 0.0))
-    after = model.prices(16, 5000, 64)
+    after = model.prices(16, 5000, np.arange(65))
     assert np.array_equal(before.step_s, after.step_s) and before.pass_s == after.pass_s
     for _ in range(3000):
         target_s = before.step_s[0] * np.exp(0.03 * rng.standard_normal())
         model.observe(StepSample(decoding(16, 5000), 0.0, float(target_s)))
-    assert model.prices(16, 5000, 64).step_s == pytest.approx(before.step_s, rel=0.15)
+    assert model.prices(16, 5000, np.arange(65)).step_s == pytest.approx(before.step_s, rel=0.15)
 
 
 def test_a_step_whose_rows_had_all_ended_teaches_nothing() -> None:
@@ -178,7 +178,7 @@ def test_a_step_whose_rows_had_all_ended_teaches_nothing() -> None:
     policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=2), limits)
     policy.enter(0, None)
     policy.choose(RowsToPlan(slice(0, 1), np.full(1, 2, np.int32), 2))
-    nothing, before = np.zeros(1, np.int32), policy.costs.prices(1, 0, 2).step_s
+    nothing, before = np.zeros(1, np.int32), policy.costs.prices(1, 0, np.arange(3)).step_s
     policy.observe(DraftedRows(slice(0, 1), nothing, nothing, StepSample(StepWork(), 0.0, 1e-3)))
-    assert policy.costs.prices(1, 0, 2).step_s.tolist() == before.tolist()
+    assert policy.costs.prices(1, 0, np.arange(3)).step_s.tolist() == before.tolist()
     assert not policy.costs.is_measured(drafts=False)

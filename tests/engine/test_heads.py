@@ -55,13 +55,15 @@ def test_the_shipped_head_drafts_and_changes_no_text(caplog):
 
 
 @needs_compiler
-def test_a_head_with_random_guesses_is_rejected(tmp_path):
+def test_heads_with_random_guesses_are_rejected(tmp_path):
     head = shutil.copytree(demo_head(), tmp_path / "head")
     tensors = load_file(head / "model.safetensors")
     tensors["fc.weight"] = torch.randn(tensors["fc.weight"].shape).bfloat16()
     save_file(tensors, head / "model.safetensors")
     with pytest.raises(FieldError, match="no more than always guessing the same token"):
         load_engine(TARGET, head)
+    with pytest.raises(FieldError, match=r"2 medusa heads; .*always guessing the same token"):
+        load_engine(TARGET, medusa(tmp_path / "medusa", 0.3))
 
 
 def medusa(folder: Path, scale: float) -> Path:

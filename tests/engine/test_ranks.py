@@ -75,12 +75,27 @@ def threads_as_before() -> Any:
     torch.set_num_threads(before)
 
 
-def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
+@pytest.fixture(scope="module")
+def drawn(tiny: Path) -> dict[str, Any]:
+    return {"model": tiny / "tiny", "draft": tiny / "draft", "random_weights_seed": 3}
+
+
+@pytest.fixture(scope="module")
+def plain(drawn: dict[str, Any]) -> LLM:
+    return make(**drawn, lookahead="off", max_num_seqs=32)
+
+
+@pytest.fixture(scope="module")
+def busy(drawn: dict[str, Any]) -> LLM:
+    scarce = {"max_num_seqs": 8, "max_num_batched_tokens": 41, "num_blocks": 14, "overlap": 1}
+    return make(**drawn, lookahead="fixed:4", drafter=("suffix", "model"), **scarce)
+
+
+def test_text_does_not_depend_on_how_the_engine_runs(
+    plain: LLM, busy: LLM, drawn: dict[str, Any]
+) -> None:
     """Requests run alone and in batches of 32, with k = 0 and 4, with whole prompts and chunks,
-    with and without preemption, and on restarted ranks."""
-    drafter, drawn = ("suffix", "model"), {"random_weights_seed": 3}
-    pair = tiny / "tiny", tiny / "draft"
-    plain = make(*pair, lookahead="off", max_num_seqs=32, **drawn)
+    with and without preemption, and on other ranks."""
     assert plain.info.batch_invariant and plain.info.ranks == 2 and plain.info.num_threads == 1
     tokens = [c.token_ids for c in plain.generate(PROMPTS, PARAMS)]
     alone = [plain.generate(PROMPTS[i], PARAMS[i])[0].token_ids for i in (0, 5, 31)]
@@ -88,60 +103,32 @@ def test_text_does_not_depend_on_how_the_engine_runs(tiny: Path) -> None:
     assert plain.engine.scheduler.stats.preemptions == 0
     assert len(set(tokens)) > 20 and all(c for c in tokens)
     logged = SamplingParams(max_tokens=30, temperature=0, logprobs=1, ignore_eos=True)
-    whole = make(*pair, lookahead="off", tensor_parallel_size=1, **drawn)
+    whole = make(**drawn, lookahead="off", tensor_parallel_size=1)
     both = (llm.generate(PROMPTS[7], logged)[0].choices[0].logprobs for llm in (plain, whole))
     for mine, expected in zip(*both, strict=True):
         assert mine.token_id == expected.token_id
         assert abs(mine.logprob - expected.logprob) < 1e-4
-    ranks_of(plain).close()
-    scarce = {"max_num_seqs": 8, "max_num_batched_tokens": 41, "num_blocks": 14, "overlap": 1}
-    busy = make(*pair, lookahead="fixed:4", drafter=drafter, **scarce, **drawn)
     assert [c.token_ids for c in busy.generate(PROMPTS, PARAMS)] == tokens
     stats, speculation = busy.engine.scheduler.stats, busy.engine.stats.speculation
     assert stats.preemptions > 3, "the pool must have run short"
     assert speculation.accepted_tokens > 10 and speculation.rejections > 10
-    (pid,) = ranks_of(busy).pids
-    ranks_of(busy).close()
-    assert gone(pid)
 
 
-@needs_compiler
-def test_a_head_drafts_and_changes_no_text() -> None:
-    """Both ranks run the self-test, and both reject a head that guesses at random."""
-    prompts = demo_prompts()[:6]
-    params = [
-        SamplingParams(max_tokens=40, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
-        for i in range(6)
-    ]
-    plain = make(draft=None, lookahead="off", max_num_seqs=6)
-    tokens = [c.token_ids for c in plain.generate(prompts, params)]
-    ranks_of(plain).close()
-    scarce = {"max_num_seqs": 6, "num_blocks": 18, "max_num_batched_tokens": 64}
-    llm = make(draft=demo_head(), lookahead="fixed:4", **scarce)
-    assert [c.token_ids for c in llm.generate(prompts, params)] == tokens
-    stats, speculation = llm.engine.scheduler.stats, llm.engine.stats.speculation
-    assert stats.preemptions > 0
-    assert speculation.accepted_tokens > 20 and speculation.rejections > 0
-    ranks_of(llm).close()
-
-
-def test_a_killed_rank_ends_the_others_and_is_named() -> None:
+def test_a_killed_rank_ends_the_others_and_is_named(plain: LLM) -> None:
     """Ctrl-C, which a terminal sends to all processes, ends none of them: rank 0 decides."""
-    llm = make(lookahead="off", tokenizer="none")
-    ranks = ranks_of(llm)
-    before = llm.generate([[1, 2]], PARAMS[1])
+    ranks = ranks_of(plain)
+    before = plain.generate([[1, 2]], PARAMS[1])
     os.kill(ranks.pids[0], signal.SIGINT)
-    assert llm.generate([[1, 2]], PARAMS[1])[0].token_ids == before[0].token_ids
+    assert plain.generate([[1, 2]], PARAMS[1])[0].token_ids == before[0].token_ids
     os.kill(ranks.pids[0], signal.SIGKILL)
     with pytest.raises(RanksLostError, match="rank 1 was killed by SIGKILL; all ranks stop"):
-        llm.generate([PROMPTS[8]] * 2, PARAMS[1])
+        plain.generate([PROMPTS[8]] * 2, PARAMS[1])
     assert all(map(gone, ranks.pids))
     with pytest.raises(RanksLostError, match="rank 1 was killed by SIGKILL"):
-        llm.generate([1, 2], PARAMS[1])
+        plain.generate([1, 2], PARAMS[1])
 
 
-def test_a_rank_with_another_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make(lookahead="off", tokenizer="none")
+def test_a_rank_with_another_result_is_detected(busy: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     verify = executor_module.verify
 
     def other(*args: Any) -> Any:
@@ -150,8 +137,35 @@ def test_a_rank_with_another_result_is_detected(monkeypatch: pytest.MonkeyPatch)
         return verified
 
     monkeypatch.setattr(executor_module, "verify", other)
-    with pytest.raises(RanksLostError, match=r"rank 1 computed \(0, \d+\), rank 0 \(0, \d+\)"):
-        llm.generate(PROMPTS[0], PARAMS[1])
+    with pytest.raises(RanksLostError, match=r"rank 1 computed \(\d+, \d+\), rank 0 \(\d+, \d+\)"):
+        busy.generate(PROMPTS[0], PARAMS[1])
+
+
+@needs_compiler
+def test_a_head_drafts_and_changes_no_text() -> None:
+    """Both ranks run the self-test. Closed ranks end."""
+    prompts, tokens = demo_prompts()[:6], []
+    scarce = {"max_num_seqs": 6, "num_blocks": 18, "max_num_batched_tokens": 64}
+    llm = make(draft=demo_head(), lookahead="fixed:4", **scarce)
+    for limit in (0, None):
+        params = [
+            SamplingParams(
+                max_tokens=40,
+                temperature=0.8 * (i % 2),
+                seed=i,
+                ignore_eos=True,
+                max_lookahead=limit,
+            )
+            for i in range(6)
+        ]
+        tokens.append([c.token_ids for c in llm.generate(prompts, params)])
+        assert (llm.engine.stats.speculation.accepted_tokens > 20) == (limit is None)
+    assert tokens[0] == tokens[1]
+    stats, speculation = llm.engine.scheduler.stats, llm.engine.stats.speculation
+    assert stats.preemptions > 0 and speculation.rejections > 0
+    (pid,) = ranks_of(llm).pids
+    ranks_of(llm).close()
+    assert gone(pid)
 
 
 @pytest.mark.parametrize(

@@ -121,11 +121,11 @@ FOLLOWED: dict[str, tuple[Any, list[Any]]] = {
     "an if for each kind": (
         {
             "type": "object",
-            "properties": {"kind": {"enum": list("abcdefg")}, "a": {}, "b": {}, "c": {}},
+            "properties": {"kind": {"enum": list("abcde")}, "a": {}, "b": {}, "c": {}},
             "required": ["kind"],
             "allOf": [
                 {"if": {"properties": {"kind": {"const": k}}}, "then": {"required": ["ab"[n % 2]]}}
-                for n, k in enumerate("abcdefg")
+                for n, k in enumerate("abcde")
             ],
         },
         [{"kind": "a", "a": 1}, {"kind": "b", "b": "x"}],
@@ -176,12 +176,12 @@ def test_accepted_values_are_valid(name: str) -> None:
     assert [each for each in values if not valid.is_valid(each)] == []
     assert all(each in values for each in kept), values
     rng, whole = random.Random(5), 0
-    for _ in range(25):
+    for _ in range(10):
         text = written(schema, rng)
         if text is not None:
             whole += 1
             valid.validate(json.loads(text))
-    assert whole > 5
+    assert whole > 2
 
 
 def test_the_judge_detects_a_wrong_rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,13 +356,13 @@ def check_sets(a: Any, b: Any) -> None:
 
 
 @given(schemas, schemas)
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_emptiness_and_complements_are_correct(a: Any, b: Any) -> None:
     check_sets(a, b)
 
 
 @given(schemas, schemas)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_emptiness_and_complements_are_correct_beyond_the_limit(a: Any, b: Any) -> None:
     limit, schemas_module.MAX_PARTS = schemas_module.MAX_PARTS, 3
     try:

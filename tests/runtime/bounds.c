@@ -119,7 +119,7 @@ static void mix_last(made *m, int type, const float *weight) {
                            below(2), below(3), 1.5f, 1.7f};
     let_go(&f->gate_up), let_go(&f->down);
     f->gate_up = linear_of(F32, EXPERTS, hidden, 0), f->down = (linear){0};
-    f->joins.before = (norm){weight, 1e-5f, RMS_NORM}, f->joins.adds_later = 1;
+    f->joins.before = (norm){weight, 1e-5f, RMS_NORM, 1}, f->joins.adds_later = 1;
     f->experts = &m->experts;
 }
 
@@ -133,18 +133,29 @@ static void vary(made *m, int type, const float *weight) {
         feed_forward *f = &m->layers[i].forward;
         m->layers[i].parallel = parallel;
         a->joins.before.kind = f->joins.before.kind = below(3);
-        a->qk_norm = below(3), a->cap = below(2) ? 2 : 0;
+        a->qk_norm = below(4), a->cap = below(2) ? 2 : 0;
         a->sinks = below(2) ? held(m, a->kv_heads * a->group) : 0;
-        f->activation = below(2) ? RELU_SQUARED : below(3);
+        f->activation = below(3) ? below(2) ? RELU_SQUARED : below(2) : XIELU, f->xielu = weight;
         if (parallel) continue;
         branch *const joins[] = {&a->joins, &f->joins};
         for (long k = 0; k < 2; k++) {
             joins[k]->adds_later = below(2);
             if (!joins[k]->adds_later) continue;
-            joins[k]->after = (norm){weight, 1e-5f, below(3)}, joins[k]->scale = 0.5f;
+            joins[k]->after = (norm){weight, 1e-5f, below(3), 1}, joins[k]->scale = 0.5f;
         }
     }
     if (!parallel && below(2)) mix_last(m, type, weight);
+}
+
+// Fuses at random what may be fused (see lowering.py).
+static void lower(layer *layers) {
+    for (long i = 0; i < 2; i++) {
+        feed_forward *f = &layers[i].forward;
+        f->gates_in_product = f->activation == SILU && f->gated && !f->experts && below(4) &&
+                              gates(&f->gate_up) && row_form_of(&f->down) == PAIRS;
+        layers[i].mixer.joins.before.keeps_rows &= row_form_of(&layers[i].mixer.qkv) == FLOATS || !below(4);
+        f->joins.before.keeps_rows &= f->experts || row_form_of(&f->gate_up) == FLOATS || !below(4);
+    }
 }
 
 // Makes a decoder with weights of one type. Where it is allowed, sizes are not multiples of LANES.
@@ -159,20 +170,20 @@ static void make(made *m, int type, long dim, long positions) {
                          .embedding_scale = 1};
     float *weight = held(m, hidden), *bias = held(m, fused);
     float *qk = held(m, heads * (group + 1) * dim), *cos_sin = held(m, positions * dim);
-    const branch joins = {.before = {weight, 1e-5f, RMS_NORM}, .scale = 1};
+    const branch joins = {.before = {weight, 1e-5f, RMS_NORM, 1}, .scale = 1};
     for (long i = 0; i < 2; i++)
         m->layers[i] = (layer){
             .mixer = {.joins = joins, .qkv = linear_of(type, fused, hidden, bias),
                       .out = linear_of(type, hidden, queries * value_dim, 0), .qk_weight = qk,
                       .cos_sin = cos_sin, .kv_heads = heads, .group = group, .dim = dim,
                       .value_dim = value_dim, .window = i ? 5 : positions, .scale = 0.3f,
-                      .qk_norm = below(3), .qk_eps = 1e-5f},
+                      .qk_norm = below(4), .qk_eps = 1e-5f},
             .forward = {.joins = joins, .gate_up = linear_of(type, (1 + gated) * width, hidden, 0),
                         .down = linear_of(type, hidden, width, 0), .inner = width, .gated = gated},
             .kept = i - 1};
     m->model.layers = m->layers;
     if (below(3)) vary(m, type, weight);
-    lower(m->layers, 2);
+    lower(m->layers);
     m->model.head = linear_of(type, m->model.vocab, hidden, 0);
     m->model.head_norm = joins.before;
     m->model.embedding_type = type;
@@ -258,7 +269,7 @@ static void layers(void) {
                              floats(rows * kv_heads * value_dim), below(2) ? floats(heads) : 0,
                              room(rows * heads * value_dim * 4), heads * dim, dim, kv_heads * dim, dim,
                              kv_heads * value_dim, value_dim, kv_heads, group, dim, value_dim,
-                             1 + below(200), half, below(2), 0.3f, below(2) ? 2.0f : 0};
+                             1 + below(200), half, 0.3f, below(2) ? 2.0f : 0};
         if (below(2)) l.query_row = dim, l.query_head = rows * dim;
         if (begin_attention(&s)) abort();
         attend_layer(&s, &l);

@@ -1,15 +1,14 @@
-"""Comparison with Hugging Face with eager attention: teacher-forced logits and greedy tokens."""
+"""The KV and the logits that a pass writes, and rotary tables. Logits of all families are compared
+in test_every_family.py."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -21,7 +20,6 @@ from cbatch.runtime.model.records import Rope
 from cbatch.runtime.model.rope import RotaryTable, inverse_frequencies
 from tests.runtime.hf_models import (
     CONTEXT_TOKENS,
-    FAMILY,
     ROPE,
     build,
     paged,
@@ -31,86 +29,10 @@ from tests.runtime.hf_models import (
 )
 
 BLOCK = 16
-BOUND = 1e-4  # of the standard deviation of the logits
-# Longer than two sliding windows, several blocks and two segments of values.
-LENGTHS = (150, 37, 301)
 
 
 def cache(model: Model, num_blocks: int = 64, block_size: int = BLOCK) -> KVCache:
     return KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
-
-
-def worst_error(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest difference in standard deviations of the expected logits."""
-    return float((logits - expected).abs().max() / expected.std())
-
-
-@pytest.mark.usefixtures("decoder_pass")
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [*zip(FAMILY, ("default", "linear", "llama3", "yarn"), strict=True), ("llama", "yarn_mscale")],
-)
-def test_teacher_forced_logits(tmp_path: Path, family: str, rope: str) -> None:
-    reference = build(tmp_path, family, rope)
-    model = load_model(tmp_path, numerics="invariant")
-    sequences = [tokens_of(i, n) for i, n in enumerate(LENGTHS)]
-    kv = cache(model)
-    logits = run_all(model, kv, paged(kv, sequences), [1, 7, 40, 3, 140])
-    with torch.no_grad():
-        expected = [reference(torch.from_numpy(s)[None]).logits[0] for s in sequences]
-    assert worst_error(logits, torch.cat(expected)) < BOUND
-
-
-# Widths that fill neither a vector nor a pair.
-ODD = {"hidden_size": 63, "intermediate_size": 47, "head_dim": 16}
-ODD |= {"num_attention_heads": 3, "num_key_value_heads": 1}
-
-
-@pytest.mark.usefixtures("decoder_pass")
-@pytest.mark.parametrize("rope", ["linear", "yarn_mscale"])
-def test_logits_beyond_the_length_that_is_stretched(tmp_path: Path, rope: str) -> None:
-    """`max_position_embeddings` is the original length; the context is four times as long."""
-    reference = build(tmp_path, "llama", rope, max_position_embeddings=96)
-    model = load_model(tmp_path, numerics="invariant")
-    sequence = tokens_of(0, 4 * 96)
-    kv = cache(model)
-    logits = run_all(model, kv, paged(kv, [sequence]), [40, 7, 140])
-    with torch.no_grad():
-        expected = reference(torch.from_numpy(sequence)[None]).logits[0]
-    assert worst_error(logits[96:], expected[96:]) < BOUND
-
-
-@pytest.mark.usefixtures("decoder_pass")
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
-        ("llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}),
-        ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
-        ("llama", ODD),
-        ("mistral", {"sliding_window": None}),
-        ("mistral", {"sliding_window": 1}),
-        ("qwen2", {"use_sliding_window": False}),
-        ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
-        (
-            "qwen3",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 40,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            },
-        ),
-    ],
-)
-def test_variants_of_a_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    reference = build(tmp_path, family, **changes)
-    model = load_model(tmp_path, numerics="invariant")
-    sequences = [tokens_of(i, n) for i, n in enumerate((90, 21))]
-    kv = cache(model, block_size=8)
-    logits = run_all(model, kv, paged(kv, sequences), [5, 1, 33])
-    with torch.no_grad():
-        expected = [reference(torch.from_numpy(s)[None]).logits[0] for s in sequences]
-    assert worst_error(logits, torch.cat(expected)) < BOUND
 
 
 @pytest.mark.usefixtures("decoder_pass")

@@ -1,11 +1,12 @@
 """Models of transformers' code that ranks share by its own plans compute the same as the whole
-model. The ranks are processes here."""
+model. Rank 1 is a process of its own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,12 @@ def logits_of(folder: Path, ranks: RankGroup | None) -> tuple[torch.Tensor, int,
     return together, model.matrix_bytes, torch.equal(together, alone)
 
 
-def main(rank: int, group: Path, folders: list[Path]) -> None:
+def shares_of(
+    rank: int, folder: Path, kinds: Sequence[str]
+) -> list[tuple[torch.Tensor, int, bool]]:
     torch.set_num_threads(1)
-    ranks = join(rank, 2, group)
-    for folder in folders:
-        torch.save(logits_of(folder, ranks), folder / f"rank-{rank}.pt")
+    ranks = join(rank, 2, folder / "group")
+    return [logits_of(folder / kind, ranks) for kind in kinds]
 
 
 def check(kinds: tuple[str, ...], folder: Path) -> None:
@@ -66,13 +68,15 @@ def check(kinds: tuple[str, ...], folder: Path) -> None:
     for model_folder in folders:
         make_tiny(model_folder.name, model_folder)
     (folder / "group").mkdir()
-    program = [sys.executable, "-m", "tests.runtime.test_shared_transformers"]
-    arguments = [str(folder / "group"), *map(str, folders)]
-    ranks = [subprocess.Popen([*program, str(rank), *arguments]) for rank in range(2)]
-    assert [rank.wait() for rank in ranks] == [0, 0]
-    for model_folder in folders:
+    program = [sys.executable, "-m", "tests.runtime.test_shared_transformers", str(folder)]
+    rank_1 = subprocess.Popen([*program, *kinds])
+    threads = torch.get_num_threads()
+    first = shares_of(0, folder, kinds)
+    assert rank_1.wait() == 0
+    torch.set_num_threads(threads)
+    for model_folder, share in zip(folders, first, strict=True):
         whole, num_bytes, kept = logits_of(model_folder, None)
-        shares = [torch.load(model_folder / f"rank-{rank}.pt") for rank in range(2)]
+        shares = [share, torch.load(model_folder / "rank-1.pt")]
         assert torch.equal(shares[0][0], shares[1][0])
         for logits, rank_bytes, keeps in shares:
             assert (logits - whole).abs().max() < 1e-4 * whole.std(), model_folder.name
@@ -94,14 +98,14 @@ def test_a_draft_of_transformers_is_whole_in_each_rank(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "model")
     make_tiny("granite", tmp_path / "draft")
     prompts = [s.tolist() for s in sequences((18, 5, 9))]
-    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     settings = SCARCE | {"model_impl": "auto", "max_num_seqs": 3, "num_blocks": 64}
+    llm = LLM(tmp_path / "model", tmp_path / "draft", lookahead="fixed:3", **settings)
+    assert llm.info.code.startswith("our own")
     texts = []
-    for lookahead in ("off", "fixed:3"):
-        llm = LLM(tmp_path / "model", tmp_path / "draft", lookahead=lookahead, **settings)
-        assert llm.info.code.startswith("our own")
+    for limit in (0, None):
+        params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, max_lookahead=limit)
         texts.append([each.token_ids for each in llm.generate(prompts, params)])
-        assert bool(llm.engine.scheduler.stats.drafted_tokens) == (lookahead != "off")
+        assert bool(llm.engine.scheduler.stats.drafted_tokens) == (limit is None)
     assert texts[0] == texts[1]
 
 
@@ -134,5 +138,7 @@ def test_heads_that_cannot_be_shared_out_are_refused_before_anything_loads(tmp_p
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), [Path(each) for each in sys.argv[3:]])
+    parent, *names = Path(sys.argv[1]), *sys.argv[2:]
+    for name, share in zip(names, shares_of(1, parent, names), strict=True):
+        torch.save(share, parent / name / "rank-1.pt")
     os._exit(0)  # ranks end like this, too

@@ -78,24 +78,28 @@ class ChunkSizes:
     def _within(self, limit_s: float, work: StepWork, history: int = 0) -> int:
         """Return the largest chunk with which the step `work` takes at most `limit_s`, or 0."""
         seconds = self._costs.with_chunks(work, self._sizes, history)
-        fitting = int(np.count_nonzero(seconds <= limit_s))
-        return int(self._sizes[fitting - 1]) if fitting else 0
+        return int(self._sizes[seconds <= limit_s].max(initial=0))
 
-    def tokens_within(self, target_s: float, work: StepWork, history: int = 0) -> int:
-        """Return the tokens that can be added to the step `work` within `target_s`, each after
-        `history` tokens. Before a step was observed, return the most tokens of a step."""
+    def drafts_within(self, target_s: float, work: StepWork, depth: int, chunk: int) -> int:
+        """Return the drafts, in up to `depth` passes, that fit into `target_s` with the decoding
+        rows `work` and a chunk. Before prices are known, return the most tokens of a step."""
         if not self._costs.is_known:
             return self._max_tokens
-        limit_s = self._margin(target_s) * target_s - self._costs.draft_s(work)
-        return self._within(limit_s, work, history)
+        counts = np.append(np.arange(_MIN_TOKENS), self._sizes)
+        prices = self._costs.prices(work.rows, work.context_tokens, counts)
+        seconds = prices.step_s + prices.ingest_s * counts + prices.pass_s * counts.clip(0, depth)
+        if chunk:
+            seconds += self._costs.with_chunks(work, np.array([chunk]), 0) - seconds[0]
+        return int(counts[seconds <= self._margin(target_s) * target_s].max(initial=0))
 
     def chunk(self, work: StepWork, history: int, target_s: float | None) -> int:
         """Return the prompt tokens to be added to `work`, a step of decoding rows, after `history`
         tokens of the prompt; at least `_MIN_TOKENS`."""
         chosen = self._chosen(work)
-        if target_s is None:
+        if target_s is None or not self._costs.is_known:
             return chosen
-        return min(chosen, max(self.tokens_within(target_s, work, history), _MIN_TOKENS))
+        limit_s = self._margin(target_s) * target_s - self._costs.draft_s(work)
+        return min(chosen, max(self._within(limit_s, work, history), _MIN_TOKENS))
 
     def _chosen(self, work: StepWork) -> int:
         if self._share >= 1:
@@ -131,9 +135,8 @@ class ChunkSizes:
         if not (self._max_measured and self._costs.is_known):
             return 0.0
         chunk = budget_tokens if self._share >= 1 or not work.rows else self.last or _FIRST_TOKENS
-        chunk = min(chunk, budget_tokens)
-        seconds = self._costs.with_chunks(work, np.array([chunk]), int(self._history))
-        return float(seconds[0]) / chunk
+        sizes = np.array([min(chunk, budget_tokens)])
+        return float((self._costs.with_chunks(work, sizes, int(self._history)) / sizes)[0])
 
 
 def _with_chunk(work: StepWork, tokens: int, history: int) -> StepWork:

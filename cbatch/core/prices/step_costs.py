@@ -34,8 +34,8 @@ _HIGHEST = np.where(_IS_SECONDS > 0, np.inf, MAX_CORNER)
 
 
 class StepPrices:
-    """`step_s[n]`: seconds of a step with n drafts in all, without the drafter's passes, float64
-    [1 + most drafts]. `pass_s`: seconds of a pass. `ingest_s`: seconds of a catch-up token."""
+    """`step_s`: seconds of steps with some numbers of drafts, without the drafter's passes, float64
+    [k]. `pass_s`: seconds of a pass. `ingest_s`: seconds of a token that the drafter computes."""
 
     def __init__(self, step_s: np.ndarray, pass_s: float, ingest_s: float = 0.0) -> None:
         self.step_s, self.pass_s, self.ingest_s = step_s, pass_s, ingest_s
@@ -111,14 +111,13 @@ class StepCosts:
             self._draft.observe(draft_s, float(self._draft.prices @ counts), counts)
             self._shown += (sample.draft_s / draft_s - self._shown) / _FIRST_DRAFT
 
-    def prices(self, rows: int, context_tokens: int, max_drafts: int) -> StepPrices:
-        """Return the prices of steps with `rows` decoding rows and 0 to `max_drafts` drafts in
-        all."""
+    def prices(self, rows: int, context_tokens: int, drafts: np.ndarray) -> StepPrices:
+        """Return the prices of steps with `rows` decoding rows and these drafts in all."""
         assert self._draft is not None and self._target is not None
-        tokens = rows + np.arange(max_drafts + 1.0)
+        tokens = rows + drafts
         pairs = context_tokens / max(rows, 1) * tokens
         step_s = self.seconds(tokens, tokens, context_tokens, pairs)
-        step_s[1:] += self._target.prices[_VERIFY]
+        step_s += self._target.prices[_VERIFY] * (drafts > 0)
         return StepPrices(step_s, *(self._shown * self._draft.prices).tolist())
 
     def seconds(

@@ -372,16 +372,15 @@ class DraftableRows:
     @cached_property
     def budget_tokens(self) -> int:
         """Most drafts and catch-up tokens of all rows together. While prompts wait, it is at most
-        half of the step's budget, and leaves time for a chunk within the target gap."""
+        half of the step's budget, and leaves time for a chunk within the target gap. A catch-up
+        token counts as a draft."""
         state, target_s = self._state, self._batch.itl_target_s
         has_prompts = bool(state.prefilling or state.waiting)
         budget = (state.config.max_num_batched_tokens - self.num_rows) >> has_prompts
         if target_s is not None:
-            chunks, work = state.chunk_sizes, StepWork.decoding(self.num_rows, self.context_tokens)
-            fitting = chunks.tokens_within(target_s, work, work.context_tokens // self.num_rows)
-            if has_prompts:
-                fitting -= chunks.chunk(work, 0, target_s)
-            budget = max(min(budget, fitting), 0)
+            sizes, work = state.chunk_sizes, StepWork.decoding(self.num_rows, self.context_tokens)
+            chunk = sizes.chunk(work, 0, target_s) if has_prompts else 0
+            budget = min(budget, sizes.drafts_within(target_s, work, state.policy.max_depth, chunk))
         return budget
 
     @property
@@ -390,9 +389,8 @@ class DraftableRows:
 
     @cached_property
     def num_prompts(self) -> int:
-        return len(self._state.prefilling) + min(
-            len(self._state.waiting), self._state.table.num_free
-        )
+        state = self._state
+        return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
 
     @property
     def remaining_tokens(self) -> np.ndarray:

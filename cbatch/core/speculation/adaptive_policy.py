@@ -143,7 +143,7 @@ class AdaptivePolicy(EstimatingPolicy):
             self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
             self._num_drafts[step.rows] = 0
             return
-        prices = self.costs.prices(step.num_rows, step.context_tokens, max_total)
+        prices = self.costs.prices(step.num_rows, step.context_tokens, np.arange(max_total + 1))
         decision, was_drafting = self._best(step, prices, depth), self.drafting
         if not (was_drafting and self._had_prompts):  # else drafts only pause
             self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)

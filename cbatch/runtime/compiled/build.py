@@ -23,8 +23,9 @@ FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
 SYMBOLS: tuple[str, ...] = (
     "decode",
     "memory_bytes",
-    "lower",
     "product",
+    "row_form",
+    "can_gate",
     "lanes",
     "rest",
     "pack",

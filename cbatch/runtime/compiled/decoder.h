@@ -86,13 +86,11 @@ static void save_state(const pass *p, long state, long row, const float *x) {
         memcpy(p->step->hidden + (row * p->step->num_kept + state) * hidden, x, hidden * 4);
 }
 
-// Norms the residual stream for a product, and saves the stream as state `state`. Unless the product
-// reads floats, a normed row is needed only until it is converted.
+// Norms the residual stream for a product, and saves the stream as state `state`.
 static void normalize(pass *p, const linear *to, const norm *by, long state) {
-    const int keeps_rows = row_form_of(to) == FLOATS;
     EACH_CLAIMED(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
-        float *normed = p->normed + (keeps_rows ? r : p->me.thread) * p->hidden_stride;
+        float *normed = p->normed + (by->keeps_rows ? r : p->me.thread) * p->hidden_stride;
         add_pending_sums(p, r);
         save_state(p, state, r, x);
         norm_row(by, x, p->model->hidden, normed);
@@ -126,6 +124,13 @@ static void rotate(const float *x, const float *by, float scale, long dim, float
     }
 }
 
+// Norms head number `head` of a KV head: a query, or the key after the queries.
+static void norm_head(const attention *l, float *x, long head) {
+    const float *weight = l->qk_weight + head * l->dim;
+    const float by = 1 / __builtin_sqrtf(squares(x, l->dim) / l->dim + l->qk_eps);
+    for (long d = 0; d < l->dim; d++) x[d] = x[d] * by * weight[d];
+}
+
 // Norms, rotates and scales `queries` queries and the key of a row and KV head. Stores K and V at
 // place `at` of a block.
 static void rotate_and_store(const pass *p, const attention *l, long queries, float *heads,
@@ -134,12 +139,14 @@ static void rotate_and_store(const pass *p, const attention *l, long queries, fl
     float rotated[dim];
     for (long g = 0; g <= queries; g++) {
         float *x = heads + g * dim;
-        if (l->qk_norm == EACH_HEAD) {
-            const float *weight = l->qk_weight + (g < queries ? g : l->group) * dim;
-            const float by = 1 / __builtin_sqrtf(squares(x, dim) / dim + l->qk_eps);
-            for (long d = 0; d < dim; d++) x[d] = x[d] * by * weight[d];
+        const float scale = g < queries ? l->scale : 1;
+        const long head = g < queries ? g : l->group;
+        if (l->qk_norm == EACH_HEAD) norm_head(l, x, head);
+        rotate(x, cos_sin, l->qk_norm == EACH_ROTATED ? 1 : scale, dim, rotated);
+        if (l->qk_norm == EACH_ROTATED) {
+            norm_head(l, rotated, head);
+            for (long d = 0; d < dim; d++) rotated[d] *= scale;
         }
-        rotate(x, cos_sin, g < queries ? l->scale : 1, dim, rotated);
         if (g < queries) memcpy(x, rotated, dim * 4);
     }
     store_kv(rotated, heads + (queries + 1) * dim, dim, l->value_dim, size, at, block, half);
@@ -219,6 +226,18 @@ static void attend_all(pass *p, long index) {
     }
 }
 
+// Returns xIELU (arXiv:2411.13010). Near 0, e^x - 1 - x is its Taylor polynomial.
+INLINE vec xielu(vec x, const float *factors) {
+    vec p = x * (1.0f / 40320) + 1.0f / 5040;
+    p = p * x + 1.0f / 720;
+    p = p * x + 1.0f / 120;
+    p = p * x + 1.0f / 24;
+    p = p * x + 1.0f / 6;
+    const vec square = x * x, near = (p * x + 0.5f) * square;
+    const vec below = pick(x > all(-0.5f), near, exponential(x) - 1 - x) * factors[1];
+    return pick(x > all(0), square * factors[0], below) + x * factors[2];
+}
+
 // Computes inner = silu(gate) * up of gate_up [gate | up], or another activation.
 static void activate(pass *p, const feed_forward *f) {
     const linear *to = &f->down;
@@ -227,7 +246,10 @@ static void activate(pass *p, const feed_forward *f) {
         float *inner = p->inner + r * p->inner_stride;
         for (long k = 0; k < to->in; k += LANES) {
             const vec by = f->gated ? load(up + k) : all(1);
-            store(inner + k, gated(f->activation, load(gate + k), by, 0, 0));
+            vec x = load(gate + k);
+            if (f->activation == XIELU) x = xielu(x, f->xielu) * by;
+            else x = gated(f->activation, x, by, 0, 0);
+            store(inner + k, x);
         }
         convert_input(p, to, inner, r);
     }

@@ -14,8 +14,9 @@
     (to) = (type *)(memory + used), used += rounded((count) * (long)sizeof(type), 64)
 
 // The activation of a row [gate | up]: silu(gate) * up; gelu(gate) * up in the tanh form; gate *
-// sigmoid(alpha * gate) * (up + 1) of clamped inputs; a function of the caller; relu(gate)^2 * up.
-enum gating { SILU, GELU_TANH, CLAMPED, CALLER, RELU_SQUARED };
+// sigmoid(alpha * gate) * (up + 1) of clamped inputs; a function of the caller; relu(gate)^2 * up;
+// `xielu`, in dense layers only.
+enum gating { SILU, GELU_TANH, CLAMPED, CALLER, RELU_SQUARED, XIELU };
 
 // A layer's experts: gate_up [experts + shared] of one shape and type, likewise down, without
 // scale. A row uses the `choices` experts with the highest router scores, weighted by a softmax

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import POINTER, c_long
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.product import MAX_LANES, CompiledProduct, LinearStruct
-from cbatch.runtime.compiled.structs import struct
+from cbatch.runtime.compiled.structs import constants, struct
 from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.model.records import Experts
 
@@ -20,16 +19,7 @@ _ALIGNMENT_BYTES = 64
 _SINGLE_THREAD_BELOW = 1 << 18  # multiplications below which one thread is faster
 
 
-class Gating(enum.IntEnum):
-    """Activations of an expert, in this order: silu(gate) * up; gelu(gate) * up in the tanh form;
-    gate * sigmoid(alpha * gate) * (up + 1) of clamped inputs; a `Gate.function`; relu(gate)^2 *
-    up."""
-
-    SILU = 0
-    GELU_TANH = 1
-    CLAMPED = 2
-    CALLER = 3
-    RELU_SQUARED = 4
+Gating = constants("gating")  # of experts.h, with the formulae
 
 
 class Gate(NamedTuple):
@@ -37,7 +27,7 @@ class Gate(NamedTuple):
     outputs of gate_up] to [pairs, inputs of down]; a pair is a row and one of its experts. The
     function must be batch-invariant."""
 
-    gating: Gating
+    gating: int
     limit: float = 0.0
     alpha: float = 0.0
     function: Callable[[Tensor], Tensor] | None = None
@@ -172,7 +162,9 @@ def _check(gate_up: Sequence[CompiledProduct], down: Sequence[CompiledProduct], 
     if len(gate_up) != len(down):
         raise ValueError(f"experts: {len(gate_up)} of gate_up, {len(down)} of down")
     given, wide, inner = gate.function is not None, gate_up[0].shape[0], down[0].shape[1]
-    if given is not (gate.gating is Gating.CALLER):
-        raise ValueError(f"gate: {gate.gating.name} {'with' if given else 'without'} a function")
+    if given != (gate.gating == Gating.CALLER):
+        raise ValueError(
+            f"gate: {Gating(gate.gating).name} {'with' if given else 'without'} a function"
+        )
     if not given and wide != 2 * inner:
         raise ValueError(f"gate: {wide} outputs of gate_up for {inner} inputs of down")

@@ -17,8 +17,8 @@ typedef struct {
     long scratch_size, threads;
 } attention_step;
 
-// blocks [kv_heads, blocks] as in paged.h, in bf16 if `half`. With `pairs`, bf16 is multiplied by
-// pairs if the processor can. Head h of row r of queries [rows, kv_heads * group, dim] begins at r
+// blocks [kv_heads, blocks] as in paged.h, in bf16 if `half`, multiplied by pairs if the processor
+// can. Head h of row r of queries [rows, kv_heads * group, dim] begins at r
 // * query_row + h * query_head. Keys [rows, kv_heads, dim] and values [rows, kv_heads, value_dim]
 // have their own strides, and are null if the blocks hold them already. out [rows, kv_heads *
 // group, value_dim]; sinks [kv_heads * group] or null.
@@ -27,7 +27,7 @@ typedef struct {
     const float *queries, *keys, *values, *sinks;
     float *out;
     long query_row, query_head, key_row, key_head, value_row, value_head;
-    long kv_heads, group, dim, value_dim, window, half, pairs;
+    long kv_heads, group, dim, value_dim, window, half;
     float scale, cap;
 } attention_layer;
 
@@ -44,12 +44,13 @@ _Static_assert(sizeof(layer_job) <= MAX_JOB_BYTES, "a layer is handed over whole
 static enum scoring layer_scoring(const attention_layer *l) {
     if (!l->half) return AS_FP32;
 #if defined(__AMX_TILE__)
-    if (l->pairs && fits_tiles(l->dim, l->value_dim)) return BY_TILES;
+    if (fits_tiles(l->dim, l->value_dim)) return BY_TILES;
 #endif
 #if defined(__AVX512BF16__)
-    if (l->pairs) return BY_PAIRS;
-#endif
+    return BY_PAIRS;
+#else
     return BF16_AS_FP32;
+#endif
 }
 
 // Returns the blocks of a sequence and KV head.

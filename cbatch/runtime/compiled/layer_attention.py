@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, c_long
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from cbatch.runtime.compiled.build import library
 from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.compiled.threads import num_threads
+from cbatch.runtime.model.records import Attention
 
 _ALIGNMENT_BYTES = 64
 _NUMBERS_OF_A_ROW = 6  # int64 per row: its sequence, its position, a `piece` (4)
@@ -24,66 +25,46 @@ _WRONG = "block_tables: too short for the context, or with a block that is not i
 AttendedStepStruct, LayerStruct = struct("attention_step"), struct("attention_layer")
 
 
-class LayerShape(NamedTuple):
-    """The parameters of a layer's attention: softmax(scale * q K^T) V.
-
-    A row sees the last `window` positions, its own included. With `softcap`, scores become softcap
-    * tanh(score / softcap). `sinks` [heads] add a score to each head's softmax, as a key with value
-    0 would. With `pairs` and bf16 KV, queries and weights are rounded to bf16 if the processor
-    multiplies pairs of bf16. Without `pairs`, bits are the same on every processor.
-    """
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    pairs: bool = True
-
-
 class LayerAttention:
     """A layer's attention parameters in the form that the kernel takes."""
 
-    def __init__(self, shape: LayerShape) -> None:
-        """Raises ValueError for a shape that the kernel does not support."""
-        _check(shape)
+    def __init__(self, mixer: Attention, sinks: Tensor | None = None) -> None:
+        """Raises ValueError for parameters that the kernel does not support. `sinks`: [heads]."""
+        _check(mixer, sinks)
         kernel = library()
         if kernel is None:
             raise ValueError("attention: there are no kernels for this machine")
-        self.shape, group = shape, shape.heads // shape.kv_heads
-        self._sinks = None if shape.sinks is None else shape.sinks.detach().float().contiguous()
+        self.mixer = mixer
+        self._sinks = None if sinks is None else sinks.detach().float().contiguous()
         floats = kernel.attention_floats
         floats.argtypes, floats.restype = [c_long] * 3, c_long
-        self.scratch_floats = int(floats(group, shape.key_dim, shape.value_dim))
+        self.scratch_floats = int(floats(mixer.group, mixer.key_dim, mixer.value_dim))
         self.struct = LayerStruct(
             sinks=None if self._sinks is None else self._sinks.data_ptr(),
-            kv_heads=shape.kv_heads,
-            group=group,
-            dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            window=_NO_WINDOW if shape.window is None else shape.window,
-            pairs=shape.pairs,
-            scale=shape.scale,
-            cap=shape.softcap or 0.0,
+            kv_heads=mixer.kv_heads,
+            group=mixer.group,
+            dim=mixer.key_dim,
+            value_dim=mixer.value_dim,
+            window=_NO_WINDOW if mixer.window is None else mixer.window,
+            scale=mixer.scale,
+            cap=mixer.soft_cap,
         )
 
 
-def _check(shape: LayerShape) -> None:
+def _check(m: Attention, sinks: Tensor | None) -> None:
     """Raises ValueError for parameters that the kernel does not support."""
-    heads, kv_heads, key_dim, value_dim, _, window, softcap, sinks, _ = shape
-    if min(heads, kv_heads, key_dim, value_dim) < 1 or heads % kv_heads:
-        raise ValueError(f"heads: {heads} queries of {key_dim} to {kv_heads} of {value_dim}")
-    if key_dim % 2:
-        raise ValueError(f"key_dim: {key_dim} is odd, but K is stored in pairs")
-    if window is not None and window < 1:
-        raise ValueError(f"window: {window}, which excludes every token")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap: {softcap} is not above 0")
-    if sinks is not None and tuple(sinks.shape) != (heads,):
-        raise ValueError(f"sinks: {tuple(sinks.shape)} for {heads} heads")
+    if min(m.heads, m.kv_heads, m.key_dim, m.value_dim) < 1 or m.heads % m.kv_heads:
+        raise ValueError(
+            f"heads: {m.heads} queries of {m.key_dim} to {m.kv_heads} of {m.value_dim}"
+        )
+    if m.key_dim % 2:
+        raise ValueError(f"key_dim: {m.key_dim} is odd, but K is stored in pairs")
+    if m.window is not None and m.window < 1:
+        raise ValueError(f"window: {m.window}, which excludes every token")
+    if m.soft_cap < 0:
+        raise ValueError(f"soft_cap: {m.soft_cap} is below 0")
+    if sinks is not None and tuple(sinks.shape) != (m.heads,):
+        raise ValueError(f"sinks: {tuple(sinks.shape)} for {m.heads} heads")
 
 
 class CompiledAttention:
@@ -182,7 +163,7 @@ class AttentionStep:
         bf16 [kv_heads * num_blocks, block_size * (key_dim + value_dim)]: for each head and block K,
         then V (see paged.h). Raises ValueError for other shapes.
         """
-        shape, call, step = layer.shape, layer.struct, self.struct
+        shape, call, step = layer.mixer, layer.struct, self.struct
         self._point(layer, blocks)
         queries = _rows(queries, "queries", (shape.heads, step.rows.rows, shape.key_dim))
         call.query_head, call.query_row, _ = queries.stride()
@@ -201,7 +182,7 @@ class AttentionStep:
     def _point(self, layer: LayerAttention, blocks: Tensor) -> None:
         """Set the addresses of the layer's blocks and of the step's working memory. Raises
         ValueError for blocks of another size or type."""
-        shape, step = layer.shape, self.struct
+        shape, step = layer.mixer, self.struct
         width = shape.key_dim + shape.value_dim
         size = shape.kv_heads * step.rows.blocks * step.rows.block_size * width
         if blocks.numel() != size or blocks.dtype not in (torch.float32, torch.bfloat16):

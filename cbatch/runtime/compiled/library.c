@@ -46,6 +46,10 @@ long run_experts(const expert_step *of) {
 
 int lanes(void) { return LANES; }
 
+// Properties of a product that decide which steps are fused with it.
+int row_form(const linear *weights) { return row_form_of(weights); }
+int can_gate(const linear *weights) { return gates(weights); }
+
 // Returns the bytes of a panel of `type`; 0 for a type that is not supported.
 long bytes_of_panel(int type, long in) {
     if (type != F32 && type != BF16 && !form_of(type).bits) return 0;

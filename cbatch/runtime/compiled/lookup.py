@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_long, c_void_p
+from ctypes import POINTER, c_long, c_void_p
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbatch.runtime.compiled.build import library
+from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.model.arrays import I64
 
 _COLUMNS = 4  # columns of a request before its drafts, see `look_up` in lookup.h
 
 
-class LookupStruct(ctypes.Structure):
-    """`lookup` of lookup.h."""
-
-    _fields_ = [
-        *((name, c_long) for name in ("shortest", "longest", "by_frequency")),
-        ("spec_factor", c_double),
-        ("min_probability", c_double),
-    ]
+LookupStruct = struct("lookup")  # of lookup.h
 
 
 class CompiledLookup:
     """A lookup over rows of `tokens`, int64 [slots, width], contiguous. At each position it reads
     only the last `half_window` to 2 `half_window` tokens."""
 
-    def __init__(self, kernel: ctypes.CDLL, struct: LookupStruct, half_window: int) -> None:
-        self._look_up, self._struct, self._half = kernel.look_up, struct, half_window
+    def __init__(self, kernel: ctypes.CDLL, of: Any, half_window: int) -> None:
+        self._look_up, self._struct, self._half = kernel.look_up, of, half_window
         places = [c_void_p, c_long, c_long, c_void_p, c_long, c_long]
         self._look_up.argtypes = [POINTER(LookupStruct), *places]
 
     @classmethod
-    def of(cls, struct: LookupStruct | None, half_window: int) -> CompiledLookup | None:
-        """Return the compiled form of a lookup, or None without kernels or `struct`."""
-        kernel = None if struct is None else library()
-        return None if kernel is None or struct is None else cls(kernel, struct, half_window)
+    def of(cls, lookup: Any, half_window: int) -> CompiledLookup | None:
+        """Return the compiled form of a lookup struct, or None without kernels or struct."""
+        kernel = None if lookup is None else library()
+        return None if kernel is None else cls(kernel, lookup, half_window)
 
     def look_up(
         self, tokens: I64, slots: NDArray[np.integer], known: I64, depths: I64

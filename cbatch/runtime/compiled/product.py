@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
-from cbatch.runtime.compiled.structs import struct
+from cbatch.runtime.compiled.structs import constants, struct
 from cbatch.runtime.compiled.threads import num_threads
 
 _ALIGNMENT_BYTES = 64
@@ -32,6 +32,7 @@ BLOCK_TYPES |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
 
 
 Segment, LinearStruct = struct("segment"), struct("linear")  # of problem.h
+_row_forms = constants("row_form")
 
 
 class Blocks(NamedTuple):
@@ -55,8 +56,8 @@ class OutputRuns(NamedTuple):
 class CompiledProduct:
     """The product y = (x * in_scale) W^T + bias of fp32 rows x [T, in], contiguous: fp32 [T, out].
 
-    Weights are fp32 or bf16; see `of_blocks` for other types. `scale` is the part of `in_scale`
-    that is not folded into the weights, or None. A whole pass multiplies its rows by it.
+    Weights are fp32 or bf16; see `of_blocks` for other types. A whole pass multiplies its rows by
+    `scale`, which is `in_scale` in fp32.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> None:
@@ -64,8 +65,6 @@ class CompiledProduct:
         kernel = library()
         if kernel is None or not compiles(weight.dtype):
             raise ValueError(f"weight: {weight.dtype} of {tuple(weight.shape)} has no kernel")
-        if in_scale is not None and weight.dtype == torch.float32:
-            weight, in_scale = weight * in_scale, None  # not for bf16, which would round it
         out, columns = weight.shape
         panels = panels_of(weight, kernel.lanes())
         segment = Segment(panels.data_ptr(), out, out, out, 0, TYPES[weight.dtype])
@@ -128,6 +127,16 @@ class CompiledProduct:
         return tuple((segment.type, segment.out) for segment in self._segments)
 
     @property
+    def row_form(self) -> Any:
+        """The form of the rows that it reads: a `row_form` of problem.h."""
+        return _row_forms(_asked("row_form", self.struct))
+
+    @property
+    def can_gate(self) -> bool:
+        """True if it can output silu(gate) * up of its outputs gate | up."""
+        return bool(_asked("can_gate", self.struct))
+
+    @property
     def num_bytes(self) -> int:
         return sum(panels.nbytes for panels in self.panels)
 
@@ -139,6 +148,12 @@ class CompiledProduct:
         if self._call(self.struct, x.data_ptr(), y.data_ptr(), rows, out, threads):
             raise MemoryError(f"a product of {rows} rows with {columns} columns")
         return y
+
+
+def _asked(question: str, of: Any) -> int:
+    function = getattr(library(), question)
+    function.argtypes = [POINTER(LinearStruct)]
+    return int(function(of))
 
 
 def compiles(dtype: torch.dtype) -> bool:

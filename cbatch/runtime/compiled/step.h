@@ -5,12 +5,13 @@
 #include "ragged.h"
 
 // A norm: none, RMSNorm, or LayerNorm, which subtracts the mean. `weight` has weights times sqrt(n),
-// or is null.
+// or is null. Unless `keeps_rows`, a normed row is needed only until the product after the norm
+// has it in another form.
 enum norm_kind { NO_NORM, RMS_NORM, LAYER_NORM };
 typedef struct {
     const float *weight;
     float eps;
-    long kind;
+    long kind, keeps_rows;
 } norm;
 
 // A branch of the residual stream: its output is normed by `after`, scaled, and added. Unless
@@ -23,10 +24,11 @@ typedef struct {
 
 // qkv gives rows [kv_heads, (group + 1) * dim + value_dim]: the queries, K and V of each KV head.
 // `qk_weight` is [group + 1, dim] for norms of each head, or [kv_heads, group + 1, dim] if all
-// queries of a row are normed as one vector, and all its keys as another. `sinks` [kv_heads *
+// queries of a row are normed as one vector, and all its keys as another. EACH_ROTATED norms heads
+// after the rotation. `sinks` [kv_heads *
 // group] may be null. cos_sin [positions, dim / 2, 2]. A row sees the last `window` positions.
 // Scores are multiplied by `scale` and become cap * tanh(score / cap), unless `cap` is 0.
-enum qk_norm { NO_QK_NORM, EACH_HEAD, ALL_HEADS };
+enum qk_norm { NO_QK_NORM, EACH_HEAD, ALL_HEADS, EACH_ROTATED };
 typedef struct {
     branch joins;
     linear qkv, out;
@@ -37,11 +39,12 @@ typedef struct {
 
 // down(activation(gate) * up), or without `gated` down(activation(up)). With experts, `gate_up` is
 // their router, and there is no `down`. With `gates_in_product`, the product of gate and up
-// computes the activation.
+// computes the activation. `xielu` has the 3 factors of that activation.
 typedef struct {
     branch joins;
     linear gate_up, down;
     const mixture *experts;
+    const float *xielu;
     long inner, activation, gated, gates_in_product;
 } feed_forward;
 
@@ -130,15 +133,6 @@ _Static_assert(sizeof(pass) <= MAX_JOB_BYTES, "a pass is handed over whole");
 
 #define LOOPS_OF_A_LAYER 20  // shared loops of a layer, at most
 #define OTHER_LOOPS 8        // and of the rest of a pass
-
-// Decides which steps are fused: the activation with the product before it.
-void lower(layer *layers, long count) {
-    for (long i = 0; i < count; i++) {
-        feed_forward *f = &layers[i].forward;
-        f->gates_in_product = f->activation == SILU && f->gated && !f->experts &&
-                              gates(&f->gate_up) && row_form_of(&f->down) == PAIRS;
-    }
-}
 
 INLINE long row_width(const attention *m) {
     return m->kv_heads * ((m->group + 1) * m->dim + m->value_dim);

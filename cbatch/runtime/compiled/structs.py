@@ -1,8 +1,9 @@
-"""ctypes structs, read from the C headers: their only definition."""
+"""Structs and enums of the C headers, which are their only definition."""
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import re
 from ctypes import POINTER, c_double, c_float, c_int, c_long, c_void_p
@@ -10,17 +11,29 @@ from pathlib import Path
 from typing import Any
 
 _STRUCT = re.compile(r"typedef struct \{([^{}]*)\} (\w+);")
+_ENUM = re.compile(r"enum (\w+) \{([^{}]*)\};")
 _COMMENT = re.compile(r"//.*")
 _NUMBERS: dict[str, Any]
 _NUMBERS = {"long": c_long, "int": c_int, "float": c_float, "double": c_double}
 
 
 @functools.cache
+def _headers() -> str:
+    headers = sorted(Path(__file__).parent.glob("*.h"))
+    return "".join(_COMMENT.sub("", header.read_text()) for header in headers)
+
+
+@functools.cache
 def _bodies() -> dict[str, str]:
     """Return the members of each struct in the headers."""
-    headers = sorted(Path(__file__).parent.glob("*.h"))
-    text = "".join(_COMMENT.sub("", header.read_text()) for header in headers)
-    return {name: body for body, name in _STRUCT.findall(text)}
+    return {name: body for body, name in _STRUCT.findall(_headers())}
+
+
+@functools.cache
+def constants(name: str) -> Any:
+    """Return the IntEnum of a C enum whose members count up from 0."""
+    members = dict(_ENUM.findall(_headers()))[name].replace(" ", "").split(",")
+    return enum.IntEnum(name, members, start=0)
 
 
 @functools.cache

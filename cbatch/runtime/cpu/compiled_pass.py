@@ -6,7 +6,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, c_long, c_void_p
+from ctypes import POINTER, c_long
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,8 +63,6 @@ class CompiledDecoder:
         self.hidden_size = config.hidden_size
         self._keep_alive = embedding, layers, head, pair  # the structs below hold addresses
         self._layers = lower_layers(layers, config.max_position_tokens)
-        kernel.lower.argtypes, kernel.lower.restype = [c_void_p, c_long], None
-        kernel.lower(self._layers, len(layers))
         if isinstance(embedding, CompiledProduct):
             (rows,), (embedding_type,) = embedding.panels, embedding.types
         else:

@@ -19,6 +19,7 @@ from cbatch.runtime.compiled import (
 )
 from cbatch.runtime.compiled.experts import CompiledExperts, Gate, Gating
 from cbatch.runtime.cpu.linear import Linear
+from cbatch.runtime.cpu.lowering import folded
 from cbatch.runtime.layers import LayerBuilder
 from cbatch.runtime.model.records import Attention, Experts
 from cbatch.runtime.model.rope import interleave_halves
@@ -58,6 +59,8 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         return Linear.of(CompiledProduct.of_blocks(_stacked(blocks), bias, in_scale))
 
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> Linear:
+        if self.compiled:
+            weight, in_scale = folded(weight, in_scale)
         return Linear(weight, bias, in_scale, compiled=self.compiled)
 
     def _moe_fields(self, mlp: str, experts: Experts, norm: Tensor | None) -> dict[str, Any]:

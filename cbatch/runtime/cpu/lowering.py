@@ -1,8 +1,11 @@
 """Lowers the records of a model and their weights to the structs of the compiled pass (step.h).
 
-Which steps are fused is decided here: norms before products are folded into fp32 weights
-(`CompiledProduct`), and outputs that are added as they are, are added by the last product. `lower`
-of step.h decides on the activation, which depends on the processor.
+Which steps are fused is decided here, and nowhere else:
+- the weight of a norm is folded into fp32 weights after it (`folded`);
+- a normed row is converted to the form of the next product at once (`norm.keeps_rows`);
+- an output that is added as it is, is added by the last product (`branch.adds_later`);
+- an activation is computed by the product before it (`feed_forward.gates_in_product`).
+The last two depend on the processor, through the form of the rows that a product reads.
 """
 
 from __future__ import annotations
@@ -11,17 +14,17 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cbatch.runtime.compiled.experts import Gating
 from cbatch.runtime.compiled.product import CompiledProduct, address_of
-from cbatch.runtime.compiled.structs import struct
+from cbatch.runtime.compiled.structs import constants, struct
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.layers import Layer, PairWeights
-from cbatch.runtime.model.records import Branch, Experts, FeedForward, Norm, PairInput
+from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward, Norm, PairInput
 
-_RMS_NORM, _LAYER_NORM = 1, 2
-_EACH_HEAD, _ALL_HEADS = 1, 2
+_NormKind, _QkNorm, _RowForm = map(constants, ("norm_kind", "qk_norm", "row_form"))
 
 
 def product_of(linear: Linear | None) -> Any:
@@ -32,17 +35,26 @@ def product_of(linear: Linear | None) -> Any:
     return linear.compiled.struct
 
 
-def lower_norm(norm: Norm | None, weight: Tensor | None) -> Any:
+def folded(weight: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Fold the weight of the norm before a product into the product's, unless this would round."""
+    if norm is None or weight.dtype != torch.float32:
+        return weight, norm
+    return weight * norm, None
+
+
+def lower_norm(norm: Norm | None, weight: Tensor | None, *, keeps_rows: bool = True) -> Any:
     if norm is None:
-        return struct("norm")()
-    kind = _LAYER_NORM if norm.centred else _RMS_NORM
-    return struct("norm")(address_of(weight), norm.eps, kind)
+        return struct("norm")(keeps_rows=keeps_rows)
+    kind = _NormKind.LAYER_NORM if norm.centred else _NormKind.RMS_NORM
+    return struct("norm")(address_of(weight), norm.eps, kind, keeps_rows)
 
 
 def norm_before(norm: Norm | None, linear: Linear) -> Any:
-    """Lower the norm before a product. The product has what is not folded of its weight."""
-    assert linear.compiled is not None
-    return lower_norm(norm, linear.compiled.scale)
+    """Lower the norm before a product, which has what is not folded of the norm's weight."""
+    product = linear.compiled
+    assert product is not None
+    keeps_rows = product.row_form == _RowForm.FLOATS
+    return lower_norm(norm, product.scale, keeps_rows=keeps_rows)
 
 
 def lower_layers(layers: Sequence[Layer[Linear]], max_tokens: int) -> Any:
@@ -70,7 +82,7 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
         dim=m.key_dim,
         value_dim=m.value_dim,
         window=m.window or max_tokens,
-        qk_norm=0 if m.qk_norm is None else _ALL_HEADS if m.norms_whole else _EACH_HEAD,
+        qk_norm=_qk_norm(m),
         scale=m.scale,
         cap=m.soft_cap,
         qk_eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
@@ -86,10 +98,27 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
         inner=f.inner,
         activation=Gating[f.activation.upper()],
         gated=f.gated if isinstance(f, FeedForward) else True,
+        gates_in_product=_gates_in_product(layer),
+        xielu=address_of(layer.xielu),
     )
     if isinstance(f, Experts):
         forward.experts = ctypes.pointer(layer.experts.mixture(f))
     return struct("layer")(mixer, forward, parallel, -1)
+
+
+def _qk_norm(m: Attention) -> int:
+    if m.qk_norm is None:
+        return int(_QkNorm.NO_QK_NORM)
+    by_head = _QkNorm.EACH_ROTATED if m.norms_rotated else _QkNorm.EACH_HEAD
+    return int(_QkNorm.ALL_HEADS if m.norms_whole else by_head)
+
+
+def _gates_in_product(layer: Layer[Linear]) -> bool:
+    f, gate_up, down = layer.record.feed_forward, layer.gate_up.compiled, layer.down
+    if not isinstance(f, FeedForward) or f.activation != "silu" or not f.gated:
+        return False
+    assert gate_up is not None and down is not None and down.compiled is not None
+    return gate_up.can_gate and down.compiled.row_form == _RowForm.PAIRS
 
 
 def lower_pairs(pair: PairInput, weights: PairWeights) -> Any:

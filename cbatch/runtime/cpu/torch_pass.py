@@ -4,6 +4,7 @@ there is no compiler. It makes no promise about bits."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ class TorchPass:
             output = _mix(layer, feed_forward, rows)
         else:
             assert layer.down is not None
-            inner = _activated(feed_forward, layer.gate_up(rows))
+            inner = _activated(feed_forward, layer.gate_up(rows), layer.xielu)
             output = self._summed(layer.down(inner))
         return after + _joined(feed_forward, output, layer.after_forward)
 
@@ -140,12 +141,13 @@ class TorchPass:
         fused = layer.qkv(rows).view(len(rows), m.kv_heads, -1)
         width = (m.group + 1) * m.key_dim
         qk = fused[..., :width].unflatten(-1, (m.group + 1, m.key_dim))
-        if m.qk_norm is not None:
-            assert layer.qk_weight is not None
-            qk = _qk_normed(m, qk, m.qk_norm.eps) * layer.qk_weight
+        if not m.norms_rotated:
+            qk = _qk_normed(m, qk, layer.qk_weight)
         qk = torch.view_as_complex(qk.unflatten(-1, (-1, 2)).contiguous())
         factors = self._rotary[m.rope].cos_sin(int(step.positions.max()) + 1)[step.positions]
         qk = torch.view_as_real(qk * torch.view_as_complex(factors)[:, None, None]).flatten(-2)
+        if m.norms_rotated:
+            qk = _qk_normed(m, qk, layer.qk_weight)
         q, k = qk[:, :, : m.group].flatten(1, 2), qk[:, :, m.group]
         return [each.transpose(0, 1) for each in (q, k, fused[..., width:])]
 
@@ -197,28 +199,36 @@ def _joined(branch: Branch, output: Tensor, weight: Tensor | None) -> Tensor:
     return output * branch.out_scale
 
 
-def _qk_normed(m: Attention, qk: Tensor, eps: float) -> Tensor:
+def _qk_normed(m: Attention, qk: Tensor, weight: Tensor | None) -> Tensor:
     """Norm the queries and keys [T, kv_heads, group + 1, key_dim] of each token."""
+    if m.qk_norm is None or weight is None:
+        return qk
+    eps = m.qk_norm.eps
     if not m.norms_whole:
-        return F.rms_norm(qk, (m.key_dim,), eps=eps)
+        return F.rms_norm(qk, (m.key_dim,), eps=eps) * weight
     parts = qk.split([m.group, 1], dim=2)
-    return torch.cat(
-        [x * (x.square().mean((1, 2, 3), keepdim=True) + eps).rsqrt() for x in parts], 2
-    )
+    normed = [x * (x.square().mean((1, 2, 3), keepdim=True) + eps).rsqrt() for x in parts]
+    return torch.cat(normed, 2) * weight
 
 
 def _capped(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-def _activated(f: FeedForward | Experts, gate_up: Tensor) -> Tensor:
+def _xielu(x: Tensor, factors: Tensor) -> Tensor:
+    above, below, linear = factors
+    return torch.where(x > 0, above * x * x, below * (torch.expm1(x) - x)) + linear * x
+
+
+def _activated(f: FeedForward | Experts, gate_up: Tensor, xielu: Tensor | None = None) -> Tensor:
+    act = _ACTIVATIONS[f.activation] if xielu is None else partial(_xielu, factors=xielu)
     if isinstance(f, FeedForward) and not f.gated:
-        return _ACTIVATIONS[f.activation](gate_up)
+        return act(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     if isinstance(f, Experts) and f.activation == "clamped":
         gate, up = gate.clamp(max=f.limit), up.clamp(-f.limit, f.limit)
         return gate * torch.sigmoid(f.alpha * gate) * (up + 1)
-    return _ACTIVATIONS[f.activation](gate) * up
+    return act(gate) * up
 
 
 def _mix(layer: Layer[Linear], f: Experts, rows: Tensor) -> Tensor:

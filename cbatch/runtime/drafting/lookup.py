@@ -7,10 +7,12 @@ preemptions need no undo. Reading the tokens costs little compared with attentio
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from cbatch.runtime.compiled.lookup import CompiledLookup, LookupStruct
+from cbatch.runtime.compiled.lookup import CompiledLookup
 from cbatch.runtime.drafting.contract import Drafter, DraftRows, Proposal
 from cbatch.runtime.model.arrays import I64
 
@@ -22,7 +24,7 @@ WINDOW_TOKENS = 16384
 class Lookup:
     """Guesses the continuation of a text."""
 
-    struct: LookupStruct | None = None  # the same lookup for the C kernels; None: in Python only
+    struct: Any = None  # the same lookup for the C kernels; None: in Python only
 
     def guess(self, text: I64, depth: int) -> list[int]:
         """Return at most `depth` >= 1 tokens. A smaller depth gives a prefix of the same guess."""

@@ -31,7 +31,7 @@ from cbatch.runtime.model.records import (
 from cbatch.runtime.model.rope_json import parse_ropes
 
 _ACTIVATIONS: dict[str, Activation]
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu_squared"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu_squared", "xielu": "xielu"}
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _DEFAULT_NORM_EPS = 1e-6
 _MAX_NORM_EPS = 1.0
@@ -125,6 +125,7 @@ def _attention(f: Fields, family: Family, norm: Norm, numbers: dict[str, float])
         out_bias=_bias(f, family.out_bias),
         qk_norm=Norm("norm", norm.eps, offset=norm.offset) if family.qk_norm else None,
         norms_whole=family.qk_norm == "whole",
+        norms_rotated=family.qk_norm == "rotated",
         sinks=family.sinks,
     )
 

@@ -33,13 +33,15 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fused: matrices that the checkpoint stores as one.
     stacked: a layer's experts are one tensor with outputs or inputs first; "": a tensor per expert.
     defaults: the values that transformers assumes for absent fields.
-    qk_norm: whether each head is normed, or all heads of a token together.
+    qk_norm: whether each head is normed (`rotated`: after the rotation), or all heads of a token
+        together.
     qkv_bias, out_bias, mlp_bias: present, absent, or the name of the field that decides.
     windows: the layers with a sliding window: `all`; those called sliding in `layer_types`, or
         without that list all but every `full_every`th (`typed`); those from `max_window_layers`
         on (`late`).
     ropes: `one` for all layers; one for each of `layer_types` (`typed`); only on layers with a
-        window (`windowed`); only on layers where `no_rope_layers` has a 1 (`listed`).
+        window (`windowed`); only on layers where `no_rope_layers` has a 1 (`listed`); one whose
+        type `dynamic` has a fixed `alpha` (`alpha`).
     interleaved: the two dimensions of a rotary pair are neighbours.
     eps: the field with the epsilon of norms.
     norms: names of a layer's norms before and after attention, before and after the feed-forward.
@@ -58,7 +60,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qkv_bias: bool | str = "attention_bias"
     out_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
-    qk_norm: Literal["", "heads", "whole"] = ""
+    qk_norm: Literal["", "heads", "rotated", "whole"] = ""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     norm: dict[str, Any] = {}
     parallel: bool = False
@@ -67,7 +69,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_bias: bool = False
     windows: Literal["none", "all", "typed", "late"] = "none"
     full_every: int = 0
-    ropes: Literal["one", "typed", "windowed", "listed"] = "one"
+    ropes: Literal["one", "typed", "windowed", "listed", "alpha"] = "one"
     interleaved: bool = False
     eps: str = "rms_norm_eps"
     numbers: dict[str, tuple[str, float]] = {}

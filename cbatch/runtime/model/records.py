@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped"]
+Activation = Literal["silu", "gelu_tanh", "relu_squared", "clamped", "xielu"]
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -72,7 +72,8 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
 
     Scores are multiplied by `scale` and become soft_cap * tanh(score / soft_cap); 0: no cap.
     `qk_norm` norms each head, or with `norms_whole` all query heads of a token together, and all
-    its key heads. With `sinks`, each head has one more score in its softmax.
+    its key heads; with `norms_rotated` after the rotation. With `sinks`, each head has one more
+    score in its softmax.
     """
 
     heads: int
@@ -87,6 +88,7 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
     out_bias: bool = False
     qk_norm: Norm | None = None
     norms_whole: bool = False
+    norms_rotated: bool = False
     sinks: bool = False
 
     @property
@@ -106,7 +108,8 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
 
 
 class FeedForward(Branch, frozen=True, kw_only=True, tag=True):
-    """down(act(gate(x)) * up(x)), or without `gated` down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)), or without `gated` down(act(up(x))). Layers have weights of their
+    own for `xielu`."""
 
     inner: int
     activation: Activation = "silu"

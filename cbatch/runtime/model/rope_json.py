@@ -60,7 +60,8 @@ def _rope(f: Fields, family: Family, head_dim: int) -> Rope:
         raise f.error(field, f"must be an object, got {raw!r:.40}")
     r = Fields(f.path, raw, f"{field}.", f.names)
     kind = r.get("rope_type", r.get("type", "default"))
-    if kind not in _ROPE_TYPES:
+    stretches_base = family.ropes == "alpha" and kind == "dynamic" and r.get("alpha") is not None
+    if kind not in _ROPE_TYPES and not stretches_base:
         problem = f"{kind!r:.40} is not supported; supported: {', '.join(_ROPE_TYPES)}"
         raise r.error("rope_type", problem, UnsupportedModelError)
     share = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0), 1.0)
@@ -72,6 +73,9 @@ def _rope(f: Fields, family: Family, head_dim: int) -> Rope:
         rotated = plain.rotated(head_dim)
         problem = f"must rotate an even number of dimensions; {share!r} of {head_dim} is {rotated}"
         raise r.error("partial_rotary_factor", problem)
+    if stretches_base:  # whatever the length
+        stretch = r.number("alpha") ** (head_dim / (head_dim - 2)) if head_dim > 2 else 1.0
+        return replace(plain, theta=theta * stretch)
     if kind == "default":
         return plain
     if kind == "yarn" and theta == 1:

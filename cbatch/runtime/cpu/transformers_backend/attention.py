@@ -13,7 +13,6 @@ from cbatch.runtime.compiled.layer_attention import (
     AttentionStep,
     CompiledAttention,
     LayerAttention,
-    LayerShape,
 )
 from cbatch.runtime.cpu.torch_attention import TorchStep, attend, plan_step
 from cbatch.runtime.kv_cache import KVCache
@@ -41,9 +40,7 @@ class CpuAttention:
         self._kernels: CompiledAttention | None = None
         try:
             for layer in layers:
-                m = layer.mixer
-                shape = m.heads, m.kv_heads, m.key_dim, m.value_dim, m.scale, m.window
-                layer.prepared = LayerAttention(LayerShape(*shape, m.soft_cap or None, layer.sinks))
+                layer.prepared = LayerAttention(layer.mixer, layer.sinks)
             self._kernels = CompiledAttention()
         except ValueError:
             pass

@@ -71,7 +71,7 @@ def _packed(module: Any) -> CompiledExperts:
     biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in _WEIGHTS]
     bias, down_bias = (None if each is None else each.detach() for each in biases)
     gate = gate_of(module)
-    if gate.gating is not Gating.CALLER and not module.is_concatenated:
+    if gate.gating != Gating.CALLER and not module.is_concatenated:
         gate_up = _deinterleaved(gate_up)
         bias = None if bias is None else _deinterleaved(bias)
     return CompiledExperts.of(gate_up, down, gate, bias, down_bias)
