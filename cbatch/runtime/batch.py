@@ -24,6 +24,11 @@ class RaggedBatch:
     block index (entries beyond the context are not read). logits_index: int64 [N], the rows whose
     logits are computed. After the pass, K and V of all `context_lens[b]` positions are in the
     cache.
+
+    state_tables: int32 [B, boundaries + 1], for models with recurrent layers: entry j is the page
+    for their state after j blocks; -1: none. The pass reads the entry of the last boundary at or
+    before its first position, unless that is 0: then the state is zero. It writes each later entry
+    that its tokens reach. Other entries may be outdated.
     """
 
     tokens: Tensor
@@ -32,3 +37,4 @@ class RaggedBatch:
     context_lens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
     logits_index: Tensor
+    state_tables: NDArray[np.int32] | None = None

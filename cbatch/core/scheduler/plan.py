@@ -16,6 +16,8 @@ import numpy as np
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.request import SamplingParams
 
+_NO_PAGES = np.zeros((3, 0), dtype=np.int32)
+
 
 class RowStatus(enum.IntEnum):
     """Outcome of one row of a step, as stored in `StepResult.status` (uint8)."""
@@ -42,6 +44,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     kv_len_tokens: int  # positions already in KV (prefix hit), always < n
     draft_kv_len_tokens: int  # positions already in the draft model's KV, <= kv_len_tokens
     blocks: np.ndarray  # int32: block ids by absolute block index
+    state_page: int | None = None  # with the state at `kv_len_tokens`; None: the zero state
 
     @property
     def computes_prompt(self) -> bool:
@@ -63,6 +66,9 @@ class Deltas(msgspec.Struct, frozen=True):
     append_slots: np.ndarray  # int32 \
     append_indices: np.ndarray  # int32  > by appended block; may replace the block at an index
     append_blocks: np.ndarray  # int32 /
+    # int32 [3, pages]: slot, block boundary, and the page for the state there. Without recurrent
+    # layers there are none.
+    state_pages: np.ndarray = _NO_PAGES
 
 
 class StepPlan(msgspec.Struct, frozen=True):

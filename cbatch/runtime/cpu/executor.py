@@ -61,11 +61,13 @@ class TorchExecutor:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        num_state_pages: int = 0,
         drafter: Drafter | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
         self.model, self._grammars = model, grammars
-        self.table = InputBatch(max_num_seqs, block_size, model.config.vocab_size, grammars)
+        sizes = max_num_seqs, block_size, model.config.vocab_size
+        self.table = InputBatch(*sizes, grammars, recurrent=num_state_pages > 0)
         self.kv = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
         self.drafter = drafter
         # For drafters that read hidden states: query lengths and hidden states of the last pass.
@@ -150,6 +152,8 @@ class TorchExecutor:
                 raise RowError(admission.slot, admission.generation, error) from error
         if len(deltas.append_slots):
             table.append_blocks(deltas)
+        if deltas.state_pages.size:
+            table.add_state_pages(deltas)
 
     def _rows(self, plan: StepPlan, drafting: bool) -> _Rows:
         table, slots, wants = self.table, plan.slots, plan.wants_logits
