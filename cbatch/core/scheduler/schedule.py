@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cbatch.core.prices.step_work import StepWork
-from cbatch.core.scheduler.block_pool import ONE
+from cbatch.core.scheduler.caching_pool import ONE
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.preemption import PreemptionCandidate, decide_growth, fit_drafts
 from cbatch.core.scheduler.sequence import Sequence

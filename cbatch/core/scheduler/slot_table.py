@@ -11,7 +11,7 @@ import heapq
 import msgspec
 import numpy as np
 
-from cbatch.core.scheduler.block_pool import ONE
+from cbatch.core.scheduler.caching_pool import ONE
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.sequence import Sequence
 
