@@ -11,18 +11,17 @@ from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node, root_of
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.pending_deltas import PendingDeltas
 from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.core.scheduler.queue import WaitingQueue, rank_request
 from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
-from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, SlotTable
+from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, SlotTable, runs
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits
 
 _NONE = np.zeros(0, dtype=np.int32)
-_NOTHING_APPENDED = np.zeros((3, 0), dtype=np.int32)
-NO_DELTAS = Deltas(False, _NONE, _NONE, (), _NONE, _NONE, _NONE)
 
 
 class SchedulerState:
@@ -62,11 +61,7 @@ class SchedulerState:
         self.stop_union = _NONE  # stop ids of all running sequences
         self._stop_counts: dict[int, int] = {}  # number of running sequences by stop id
         self._arrivals = 0  # number of requests so far
-        # Deltas of the next plan. The first plan is a full snapshot.
-        self._reset = True
-        self._released: list[int] = []
-        self._new_sequences: list[NewSequence] = []
-        self._appended = _NOTHING_APPENDED  # slots, indices, blocks
+        self.deltas = PendingDeltas()  # of the next plan
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -139,7 +134,7 @@ class SchedulerState:
         self.owners[slot] = sequence
         self.prefilling.append(slot)
         self._count_stops(sequence, 1)
-        self._new_sequences.append(self._new_sequence(sequence, slot, blocks))
+        self.deltas.new_sequences.append(self._new_sequence(sequence, slot, blocks))
         self.stats.prompt_tokens += len(tokens)
         self.stats.prefix_hit_tokens += kv_len
 
@@ -247,7 +242,7 @@ class SchedulerState:
         self.pool.release(self.block_row(slot))
         self.table.capacity[slot] = 0
         self.table.free_slot(slot)
-        self._released.append(slot)
+        self.deltas.released.append(slot)
 
     def block_row(self, slot: int) -> np.ndarray:
         """Return the blocks of a sequence in order of position, as a view."""
@@ -260,19 +255,18 @@ class SchedulerState:
         capacity = table.capacity[slots]
         rows, indices = slots, capacity // size
         if counts is not None:
-            rows, indices = _runs(slots, indices, counts)
+            rows, indices = runs(slots, indices, counts)
             size = counts * size
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
         table.capacity[slots] = capacity + size
-        self._appended = np.empty((3, len(rows)), dtype=np.int32)
-        self._appended[0], self._appended[1], self._appended[2] = rows, indices, blocks
+        self.deltas.append(rows, indices, blocks)
 
     def return_tails(self, slots: np.ndarray, counts: np.ndarray) -> None:
         """Free the last `counts[i]` (> 0) blocks of `slots[i]`, which are reserved and unused."""
         table, size = self.table, self.pool.block_size
         kept = table.capacity[slots] - counts * size
-        rows, indices = _runs(slots, kept // size, counts)
+        rows, indices = runs(slots, kept // size, counts)
         self.pool.release_private(table.blocks[rows, indices])
         table.capacity[slots] = kept
 
@@ -340,33 +334,7 @@ class SchedulerState:
         for sequence in [owner for owner in self.owners if owner is not None]:
             self.preempt(sequence)
         self.pool.clear_cache()
-        self._new_sequences.clear()
-        self._appended = _NOTHING_APPENDED
-        self._released.clear()
-        self._reset = True
-
-    # ---- deltas -------------------------------------------------------------------------------
-
-    def take_deltas(self) -> Deltas:
-        """Return the changes since the previous plan."""
-        to_zero = self.pool.take_to_zero()
-        appended = self._appended
-        no_blocks = appended is _NOTHING_APPENDED and not len(to_zero)
-        if no_blocks and not (self._new_sequences or self._released or self._reset):
-            return NO_DELTAS
-        self._appended = _NOTHING_APPENDED
-        deltas = Deltas(
-            reset=self._reset,
-            released=np.asarray(self._released, dtype=np.int32) if self._released else _NONE,
-            zeroed_blocks=to_zero,
-            new_sequences=tuple(self._new_sequences),
-            append_slots=appended[0],
-            append_indices=appended[1],
-            append_blocks=appended[2],
-        )
-        self._reset = False
-        self._released, self._new_sequences = [], []
-        return deltas
+        self.deltas = PendingDeltas()
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -385,13 +353,3 @@ class SchedulerState:
                 del counts[token_id]
         if len(counts) != num_ids:
             self.stop_union = np.asarray(sorted(counts), dtype=np.int32)
-
-
-def _runs(
-    slots: np.ndarray, first: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return slots and indices: `counts[i]` consecutive indices from `first[i]` in `slots[i]`."""
-    if np.add.reduce(counts) == len(counts):  # a shortcut for the usual case: ten times as fast
-        return slots, first
-    rows, before = slots.repeat(counts), counts.cumsum(dtype=np.int32) - counts
-    return rows, (first - before).repeat(counts) + np.arange(len(rows), dtype=np.int32)

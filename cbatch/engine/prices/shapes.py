@@ -15,9 +15,9 @@ from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import Executor
+from cbatch.core.scheduler.pending_deltas import NO_DELTAS
 from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
 from cbatch.core.scheduler.slot_counts import SlotCounts
-from cbatch.core.scheduler.state import NO_DELTAS
 
 CONTEXT_TOKENS = 64  # length of a row, drafts not included
 LONG_CONTEXT_TOKENS = 512  # length of a row in shapes for the price of a context token
