@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from cbatch.core.scheduler.caching_pool import CachingPool
+from cbatch.core.scheduler.page_pool import PagePool
 
 _NONE = np.zeros(0, dtype=np.int32)
 
@@ -51,6 +52,7 @@ class Match(msgspec.Struct, frozen=True):
     blocks: list[int]
     node: Node  # of the last block, or the root
     promised: bool  # a running sequence is computing the next block, so it pays to wait
+    num_known: int  # blocks that have a node, ready or promised, and with a state page or without
 
 
 class BlockPool(CachingPool):
@@ -59,6 +61,7 @@ class BlockPool(CachingPool):
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks)
         self.num_blocks = num_blocks
+        self.pages: PagePool | None = None  # set for models with recurrent layers
         self.block_size = block_size
         # By block: whether the draft model's KV is complete, too.
         self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
@@ -134,11 +137,21 @@ class BlockPool(CachingPool):
     # ---- prefix cache -------------------------------------------------------------------------
 
     def match(self, tokens: np.ndarray, max_blocks: int, root: Node = ROOT) -> Match:
-        """Return the longest ready prefix of `tokens` (int32) in at most `max_blocks` blocks."""
+        """Return the longest ready prefix of `tokens` (int32) in at most `max_blocks` blocks. With
+        recurrent layers it ends at a node that owns a state page."""
         path = self._descend(root, self._contents_of(tokens, 0, max_blocks))
         hits = list(takewhile(self._ready.item, path))
+        promised = len(hits) < len(path)
+        if self.pages is not None:
+            promised = self.pages.any_promised(path[len(hits) :])
+            hits = hits[: self.pages.longest(hits)]
         node = self._node(hits[-1]) if hits else root
-        return Match(hits, node, promised=len(hits) < len(path))
+        return Match(hits, node, promised, len(path))
+
+    def ready_path(self, tokens: np.ndarray, max_blocks: int, root: Node) -> list[int]:
+        """Return the ready blocks along `tokens`, with or without state pages."""
+        path = self._descend(root, self._contents_of(tokens, 0, max_blocks))
+        return list(takewhile(self._ready.item, path))
 
     def node_uids(self, blocks: list[int], root: Node) -> set[int]:
         """Return the uids of the nodes of a match, and of the root."""
@@ -233,6 +246,8 @@ class BlockPool(CachingPool):
 
     def _forget(self, blocks: np.ndarray) -> None:
         """Invalidate the contents of blocks, and remove their nodes from the trie."""
+        if self.pages is not None:
+            self.pages.forget_blocks(blocks)
         self.draft_valid[blocks] = False
         self._uids[blocks] = ROOT.uid
         self._ready[blocks] = False
@@ -246,6 +261,8 @@ class BlockPool(CachingPool):
     def check(self) -> None:
         """Raise `AssertionError` if an invariant of the pool is violated."""
         super().check()
+        if self.pages is not None:
+            self.pages.check()
         assert (self._uids[self._free] == ROOT.uid).all(), "a free block is cached"
         has_node = self._uids != ROOT.uid
         assert not (self._ready & ~has_node).any(), "ready, but no node"

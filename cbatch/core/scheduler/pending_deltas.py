@@ -25,10 +25,10 @@ class PendingDeltas:
         self._appended = np.empty((3, len(slots)), dtype=np.int32)
         self._appended[0], self._appended[1], self._appended[2] = slots, indices, blocks
 
-    def take(self, to_zero: np.ndarray) -> Deltas:
-        """Return the changes since the last call; `to_zero` are the blocks to zero."""
+    def take(self, to_zero: np.ndarray, state_pages: np.ndarray | None) -> Deltas:
+        """Return the changes since the last call, with the blocks to zero and new state pages."""
         appended = self._appended
-        no_blocks = appended is _NOTHING_APPENDED and not len(to_zero)
+        no_blocks = appended is _NOTHING_APPENDED and not len(to_zero) and state_pages is None
         if no_blocks and not (self.new_sequences or self.released or self._reset):
             return NO_DELTAS
         self._appended = _NOTHING_APPENDED
@@ -40,6 +40,7 @@ class PendingDeltas:
             append_slots=appended[0],
             append_indices=appended[1],
             append_blocks=appended[2],
+            state_pages=_NOTHING_APPENDED if state_pages is None else state_pages,
         )
         self._reset = False
         self.released, self.new_sequences = [], []

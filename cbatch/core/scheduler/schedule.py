@@ -27,12 +27,15 @@ from cbatch.core.scheduler.draftable_rows import DraftableRows
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.preemption import PreemptionCandidate, decide_growth, fit_drafts
 from cbatch.core.scheduler.sequence import Sequence
+from cbatch.core.scheduler.slot_pages import SlotPages
 from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, RowTokens
 from cbatch.core.scheduler.state import SchedulerState
 
 
 def schedule(state: SchedulerState) -> StepPlan | None:
     """Return the next plan and note it as in flight, or return None if no row can run."""
+    if state.pages is not None and state.in_flight and state.pages.room(overlaps=True) < 0:
+        return None  # a second plan needs more state pages than a first
     num_preemptions = state.stats.preemptions
     batch, tokens = _schedule_decodes(state)
     chunks: list[Chunk] = []
@@ -281,7 +284,7 @@ def _admit(
     pool = state.pool
     cached = False  # the completed blocks of running sequences are in the prefix cache
     for sequence in list(state.waiting) if budget_tokens > 0 else ():
-        if budget_tokens <= 0 or not state.table.num_free:
+        if budget_tokens <= 0 or not state.has_free_slot:
             break
         if before is not None and (sequence.level, len(sequence.tokens)) >= before.order:
             break
@@ -307,6 +310,8 @@ def _build_plan(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, chunks: list[Chunk]
 ) -> StepPlan:
     table = state.table
+    if state.pages is not None:
+        _reserve_pages(state, state.pages, batch, tokens.num_drafts, chunks)
     slots, generations, wants_logits = batch.slots, batch.generations, batch.wants_logits
     rows, owners = batch.rows, batch.owners
     if chunks:
@@ -334,9 +339,23 @@ def _build_plan(
         num_drafts=tokens.num_drafts,
         catch_up=tokens.catch_up,
         wants_logits=wants_logits,
-        deltas=state.deltas.take(state.pool.take_to_zero()),
+        deltas=state.take_deltas(),
     )
     state.num_plans += 1
     step = InFlightStep(plan, rows, owners, tokens, bool(state.in_flight), batch.itl_target_s)
     state.in_flight.append(step)
     return plan
+
+
+def _reserve_pages(
+    state: SchedulerState,
+    pages: SlotPages,
+    batch: DecodeBatch,
+    num_drafts: np.ndarray,
+    chunks: list[Chunk],
+) -> None:
+    """Give the rows of a plan the state pages that it may write."""
+    max_kv_len, rows = _token_bounds(state)[1], batch.index
+    pages.reserve(rows, np.minimum(max_kv_len[rows] + num_drafts, state.table.max_total[rows]))
+    for chunk, owner in zip(chunks, state.owners_of([c.slot for c in chunks]), strict=True):
+        pages.reserve_chunk(chunk.slot, owner, max_kv_len.item(chunk.slot) - 1 + chunk.query_len)

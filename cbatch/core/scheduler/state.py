@@ -16,6 +16,7 @@ from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.core.scheduler.queue import WaitingQueue, rank_request
 from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
+from cbatch.core.scheduler.slot_pages import SlotPages
 from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, SlotTable, runs
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
@@ -55,6 +56,10 @@ class SchedulerState:
         self.chunk_sizes = ChunkSizes(
             self.costs, config.max_num_batched_tokens, config.prompt_share
         )
+        self.pages: SlotPages | None = None  # for models with recurrent layers
+        if config.num_state_pages:
+            parts = self.table, self.pool, self.cache_blocks
+            self.pages = SlotPages(config, self.policy.max_depth, *parts)
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
         # With a reserve of a block or more, a sequence gains a block between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size)
@@ -92,12 +97,18 @@ class SchedulerState:
         tokens = min(len(sequence.tokens) + self.reserve_tokens, sequence.max_total_tokens)
         return self.pool.num_blocks_for(tokens)
 
+    @property
+    def has_free_slot(self) -> bool:
+        """Return whether another sequence has a slot, and the state pages that it may need."""
+        pages, overlaps = self.pages, bool(self.in_flight)
+        return self.table.num_free > 0 and (pages is None or pages.room(1, overlaps=overlaps) >= 0)
+
     def admit(self, sequence: Sequence, match: Match) -> None:
         """Move a waiting sequence, whose cached prefix is `match`, into a slot."""
         table, pool = self.table, self.pool
         self.waiting.remove(sequence.rank)
         slot = table.take_slot()
-        hits = len(match.blocks)
+        hits, state_page = len(match.blocks), None
         pool.acquire(match.blocks)
         total_blocks = self.blocks_to_admit(sequence)
         blocks = np.empty(total_blocks, dtype=np.intp)
@@ -131,14 +142,18 @@ class SchedulerState:
         sequence.last_node, sequence.num_nodes = match.node, hits
         if self.config.enable_prefix_caching:
             self._add_nodes(sequence, tokens, blocks[hits : len(tokens) // pool.block_size])
+        if self.pages is not None:
+            state_page = self.pages.admit(slot, sequence, match, blocks)
         self.owners[slot] = sequence
         self.prefilling.append(slot)
         self._count_stops(sequence, 1)
-        self.deltas.new_sequences.append(self._new_sequence(sequence, slot, blocks))
+        self.deltas.new_sequences.append(self._new_sequence(sequence, slot, blocks, state_page))
         self.stats.prompt_tokens += len(tokens)
         self.stats.prefix_hit_tokens += kv_len
 
-    def _new_sequence(self, sequence: Sequence, slot: int, blocks: np.ndarray) -> NewSequence:
+    def _new_sequence(
+        self, sequence: Sequence, slot: int, blocks: np.ndarray, state_page: int | None
+    ) -> NewSequence:
         table, request = self.table, sequence.request
         return NewSequence(
             slot=slot,
@@ -154,6 +169,7 @@ class SchedulerState:
             kv_len_tokens=table.kv_len(slot),
             draft_kv_len_tokens=int(table.draft_kv[slot]),
             blocks=blocks.astype(np.int32),
+            state_page=state_page,
         )
 
     def start_decoding(self, slot: int) -> None:
@@ -220,6 +236,8 @@ class SchedulerState:
         slot = sequence.slot
         assert slot is not None
         self.cache_blocks(slot)
+        if self.pages is not None:
+            self.pages.advance(slot, sequence, leaves=True)
         sequence.policy_state = self.policy.leave(slot)
         self.table.generation[slot] += 1
         self.owners[slot] = None
@@ -240,6 +258,8 @@ class SchedulerState:
 
     def free_slot(self, slot: int) -> None:
         self.pool.release(self.block_row(slot))
+        if self.pages is not None:
+            self.pages.free(slot)
         self.table.capacity[slot] = 0
         self.table.free_slot(slot)
         self.deltas.released.append(slot)
@@ -322,6 +342,12 @@ class SchedulerState:
             assert draft_blocks >= 0, "the draft's KV lags by more tokens than there are"
             pool.draft_valid[table.blocks[slot, :draft_blocks]] = True
 
+    def taint(self, slot: int, root: Node) -> None:
+        """Remove what the slot's sequence wrote from the cache: its values may not be finite."""
+        if self.pages is not None:
+            self.pages.taint(slot, root)
+        self.pool.taint(self.block_row(slot))
+
     def reset_executor(self) -> None:
         """Drop plans in flight and the prefix cache, and preempt every running sequence, because
         the executor lost its state."""
@@ -335,6 +361,13 @@ class SchedulerState:
             self.preempt(sequence)
         self.pool.clear_cache()
         self.deltas = PendingDeltas()
+        if self.pages is not None:
+            self.pages.take()
+
+    def take_deltas(self) -> Deltas:
+        """Return the changes since the previous plan."""
+        state_pages = None if self.pages is None else self.pages.take()
+        return self.deltas.take(self.pool.take_to_zero(), state_pages)
 
     # ---- inside -------------------------------------------------------------------------------
 
