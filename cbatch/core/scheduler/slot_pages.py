@@ -119,7 +119,8 @@ class SlotPages:
     def advance_rows(
         self, running: np.ndarray, owners: list[Sequence], in_flight: list[InFlightStep]
     ) -> None:
-        """Advance the running slots, and free the pages that they will not reach, except the next."""
+        """Advance the running slots, and free their pages that no plan in flight reaches. The next
+        page stays: the slot will need it."""
         table, size = self._table, self._config.block_size
         kv_len = table.num_tokens - table.num_uncomputed_tokens
         passed = kv_len[running] // size > self.current[running]

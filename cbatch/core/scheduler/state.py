@@ -235,9 +235,9 @@ class SchedulerState:
         """Cancel a sequence's rows in flight; free slot and blocks when the last one commits."""
         slot = sequence.slot
         assert slot is not None
-        self.cache_blocks(slot)
         if self.pages is not None:
             self.pages.advance(slot, sequence, leaves=True)
+        self.cache_blocks(slot)
         sequence.policy_state = self.policy.leave(slot)
         self.table.generation[slot] += 1
         self.owners[slot] = None

@@ -302,7 +302,7 @@ def _end_failed(state: SchedulerState, step: CommittedStep) -> None:
     table, status = state.table, step.result.status
     for row in ((status == _NON_FINITE) | (status == _NO_TOKEN)).nonzero()[0].tolist():
         slot, message = int(step.slots[row]), NO_TOKEN_MESSAGE
-        table.num_cached_tokens[slot] = table.num_tokens[slot]  # so that no block is cached
+        table.num_cached_tokens[slot] = table.num_tokens[slot] + 1  # so that nothing is cached
         table.draft_kv[slot] = 0  # so that no block's draft KV counts as valid
         if status[row] == _NON_FINITE:
             message = _ERROR_MESSAGE
