@@ -99,7 +99,7 @@ class BlockPool(CachingPool):
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:
-        blocks = super().allocate(count)
+        blocks = CachingPool.allocate(self, count)
         if self._dirty:
             for block in blocks.tolist():
                 if block in self._dirty:

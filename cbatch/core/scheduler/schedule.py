@@ -339,7 +339,7 @@ def _build_plan(
         num_drafts=tokens.num_drafts,
         catch_up=tokens.catch_up,
         wants_logits=wants_logits,
-        deltas=state.take_deltas(),
+        deltas=state.deltas.take(state.pool.take_to_zero()),
     )
     state.num_plans += 1
     step = InFlightStep(plan, rows, owners, tokens, bool(state.in_flight), batch.itl_target_s)

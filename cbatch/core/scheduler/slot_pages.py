@@ -24,6 +24,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.page_pool import NO_PAGE, PagePool
+from cbatch.core.scheduler.pending_deltas import PendingDeltas
 from cbatch.core.scheduler.sequence import Sequence
 from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable, runs
 
@@ -44,12 +45,13 @@ class SlotPages:
         max_drafts: int,
         table: SlotTable,
         blocks: BlockPool,
+        deltas: PendingDeltas,
         cache_blocks: Callable[[int], None],
     ) -> None:
         """`cache_blocks` puts the complete blocks of a slot into the prefix cache."""
         self.pool = blocks.pages = PagePool(config.num_state_pages, config.num_blocks)
         self._config, self._table, self._blocks = config, table, blocks
-        self._cache_blocks = cache_blocks
+        self._deltas, self._cache_blocks = deltas, cache_blocks
         size = config.block_size
         self._per_slot = pages_per_slot(max_drafts, size)
         self._per_overlapped_slot = pages_per_slot(max_drafts, size, overlaps=True)
@@ -61,7 +63,6 @@ class SlotPages:
         # By slot: the current boundary, and the last one that has a page.
         self.current, self.last = np.zeros((2, slots), dtype=np.intp)
         self._extra: list[tuple[int, int]] = []  # slots and boundaries
-        self._given: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # see `take`
 
     def room(self, num_new_slots: int = 0, *, overlaps: bool) -> int:
         """Return how many pages are left if all slots in use, and this many more, take as many as
@@ -106,13 +107,6 @@ class SlotPages:
         boundaries = np.array([*extra, end])
         self._give(np.full(len(boundaries), slot), boundaries)
         self.last[slot] = end
-
-    def take(self) -> np.ndarray | None:
-        """Return the pages given since the last call, if any: slots, boundaries, pages; int32
-        [3, N]."""
-        given, self._given = self._given, []
-        columns = [np.array(each, dtype=np.int32) for each in given]
-        return np.concatenate(columns, axis=1) if columns else None
 
     # ---- after a step --------------------------------------------------------------------------
 
@@ -178,7 +172,7 @@ class SlotPages:
     def _give(self, slots: np.ndarray, boundaries: np.ndarray) -> None:
         pages = self.pool.allocate(len(slots))
         self.tables[slots, boundaries] = pages
-        self._given.append((slots, boundaries, pages))
+        self._deltas.state_pages.append(np.array([slots, boundaries, pages], dtype=np.int32))
 
     def _release(self, slot: int, begin: int, end: int) -> None:
         pages = self.tables[slot, begin:end]

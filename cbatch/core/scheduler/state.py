@@ -35,6 +35,7 @@ class SchedulerState:
         self.pool = pool(config.num_blocks, config.block_size)
         max_blocks = self.pool.num_blocks_for(config.max_sequence_tokens)
         self._block_size = np.array(config.block_size, dtype=np.int32)
+        self.deltas = PendingDeltas()  # of the next plan
         self.table = SlotTable(config.max_num_seqs, max_blocks)
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.sequences: dict[str, Sequence] = {}  # every accepted request that has not ended
@@ -58,7 +59,7 @@ class SchedulerState:
         )
         self.pages: SlotPages | None = None  # for models with recurrent layers
         if config.num_state_pages:
-            parts = self.table, self.pool, self.cache_blocks
+            parts = self.table, self.pool, self.deltas, self.cache_blocks
             self.pages = SlotPages(config, self.policy.max_depth, *parts)
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
         # With a reserve of a block or more, a sequence gains a block between two preemptions.
@@ -66,7 +67,6 @@ class SchedulerState:
         self.stop_union = _NONE  # stop ids of all running sequences
         self._stop_counts: dict[int, int] = {}  # number of running sequences by stop id
         self._arrivals = 0  # number of requests so far
-        self.deltas = PendingDeltas()  # of the next plan
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -360,14 +360,7 @@ class SchedulerState:
         for sequence in [owner for owner in self.owners if owner is not None]:
             self.preempt(sequence)
         self.pool.clear_cache()
-        self.deltas = PendingDeltas()
-        if self.pages is not None:
-            self.pages.take()
-
-    def take_deltas(self) -> Deltas:
-        """Return the changes since the previous plan."""
-        state_pages = None if self.pages is None else self.pages.take()
-        return self.deltas.take(self.pool.take_to_zero(), state_pages)
+        self.deltas.clear()
 
     # ---- inside -------------------------------------------------------------------------------
 
