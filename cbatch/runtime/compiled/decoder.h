@@ -2,18 +2,9 @@
 
 #pragma once
 #include "attention.h"
-#include "step.h"
+#include "recurrent.h"
 
 #define SOFTCAP_LOGITS 4096  // logits that one iteration of the softcap loop handles
-
-static float squares(const float *x, long count) {
-    vec sum = {0};
-    long i = 0;
-    for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(x + i);
-    float result = total(sum);
-    for (; i < count; i++) result += x[i] * x[i];
-    return result;
-}
 
 // Writes a token's embedding. `to` has room for whole vectors.
 static void embed_row(const decoder *m, long token, float *to) {
@@ -325,7 +316,7 @@ static int read_states(pass *p) {
     return 0;
 }
 
-// Computes queries, K and V of a layer; only K and V in a draft head's pass without logits.
+// Computes queries, K and V of a layer, or the output of a recurrence; only K and V in a draft head's pass without logits.
 static void project(pass *p, long index, int pairs) {
     const layer *l = p->model->layers + index;
     const pair_input *by = index ? 0 : p->model->pairs;
@@ -336,7 +327,8 @@ static void project(pass *p, long index, int pairs) {
         normalize(p, qkv, &l->mixer.joins.before, l->kept);
         multiply(p, qkv, p->normed, p->hidden_stride, p->fused, p->fused_stride);
     }
-    rotate_and_store_all(p, index, kv_only ? 0 : l->mixer.group);
+    if (l->state.rule) recur(p, index);
+    else rotate_and_store_all(p, index, kv_only ? 0 : l->mixer.group);
 }
 
 static int saves_all_states(const pass *p) { return p->model->kept >= 0 && !p->model->pairs; }
@@ -374,7 +366,7 @@ static int first_half(pass *p, long i) {
         normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1);
         run_forward(p, &l->forward);
     }
-    attend_all(p, i);
+    if (!l->state.rule) attend_all(p, i);
     if (i == last && !saves_all_states(p)) select_logit_rows(p);
     convert_attended(p, &l->mixer.out);
     multiply_rows_into(p, &l->mixer.out, p->attended, p->attended_stride, &l->mixer.joins);

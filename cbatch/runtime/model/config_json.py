@@ -28,6 +28,7 @@ from cbatch.runtime.model.records import (
     Norm,
     Rope,
 )
+from cbatch.runtime.model.recurrence_json import parse_recurrence
 from cbatch.runtime.model.rope_json import parse_ropes
 
 _ACTIVATIONS: dict[str, Activation]
@@ -77,10 +78,13 @@ def parse_config(
     windows = _windows(f, family, f.integer("num_hidden_layers"), types)
     main_rope, ropes = parse_ropes(f, family, windows, types, mixer.key_dim)
     feed_forwards = _feed_forwards(f, family, norm, numbers)
-    rows = zip(ropes, windows, feed_forwards, strict=True)
+    recurrences = parse_recurrence(f, family, _branch(family.norms[:2], norm, numbers))
+    rows = zip(ropes, windows, feed_forwards, recurrences, strict=True)
     layers = (
-        LayerRecord(replace(mixer, rope=rope, window=window), feed_forward, family.parallel)
-        for rope, window, feed_forward in rows
+        LayerRecord(
+            recurrence or replace(mixer, rope=rope, window=window), feed_forward, family.parallel
+        )
+        for rope, window, feed_forward, recurrence in rows
     )
     return ModelConfig(
         family=family.name,
@@ -89,7 +93,7 @@ def parse_config(
         max_position_tokens=_context_tokens(f, family, main_rope),
         layers=tuple(layers),
         norm=norm,
-        tie_embeddings=f.flag("tie_word_embeddings", False),
+        tie_embeddings=f.flag("tie_embedding", f.flag("tie_word_embeddings", False)),
         embedding_scale=numbers.get("embedding_scale", 1.0),
         head_bias=family.head_bias,
         logit_scale=numbers.get("logit_scale", 1.0),
@@ -141,7 +145,7 @@ def _feed_forwards(
     branch, activation = _branch(names, norm, numbers), _activation(f, family)
     dense = FeedForward(
         **branch,
-        inner=f.integer("intermediate_size"),
+        inner=_inner(f),
         activation=activation,
         gated=family.gated,
         bias=_bias(f, family.mlp_bias),
@@ -159,6 +163,16 @@ def _feed_forwards(
         problem = f"must be a list of layers, 0 to {len(layers) - 1}; got {dense_layers!r:.40}"
         raise f.error("mlp_only_layers", problem)
     return [dense if i in dense_layers or (i + 1) % interval else experts for i in layers]
+
+
+def _inner(f: Fields) -> int:
+    """Return the inner width of a dense feed-forward, by LFM2's rule if it applies."""
+    inner = f.integer("intermediate_size" if f.get("block_ff_dim") is None else "block_ff_dim")
+    if f.flag("block_auto_adjust_ff_dim", False):
+        multiple = f.integer("block_multiple_of")
+        inner = int(f.number("block_ffn_dim_multiplier") * int(2 * inner / 3))
+        inner = -(-inner // multiple) * multiple
+    return inner
 
 
 def _activation(f: Fields, family: Family) -> Activation:

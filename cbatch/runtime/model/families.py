@@ -25,6 +25,25 @@ class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clamped: bool = False
 
 
+class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The config fields of a family's recurrent layers, by the fields of `Recurrence`.
+
+    `types` names the field with each layer's type, `kinds` the types that are recurrent. Without
+    that field, every `full_every`th layer has attention.
+    """
+
+    rule: Literal["convolution", "delta", "scan"]
+    kinds: tuple[str, ...]
+    kernel: str
+    types: str = "layer_types"
+    bias: str = ""
+    conv_bias: str = ""
+    heads: str = ""
+    value_dim: str = ""
+    key_heads: str = ""
+    key_dim: str = ""
+
+
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One architecture, as an entry of families.toml describes it.
 
@@ -72,6 +91,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eps: str = "rms_norm_eps"
     numbers: dict[str, tuple[str, float]] = {}
     experts: ExpertFields | None = None
+    recurrence: RecurrenceFields | None = None
     unsupported: tuple[str, ...] = ()
 
 
