@@ -163,7 +163,7 @@ class LayerBuilder(Generic[P]):
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> P:
         """Return the QKV product, rows [kv_heads, (group + 1) * key_dim + value_dim]: queries, key
-        and value of each KV head."""
+        and value of each KV head, and the gates of its queries."""
         bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         weight = self._heads(attention, m, "qkv", "weight", self.config.hidden_size)
         return self._linear(weight, _full_bias(weight, bias, shift), norm)
@@ -276,16 +276,19 @@ class LayerBuilder(Generic[P]):
         self, attention: str, m: Attention, letters: str, kind: str, *columns: int
     ) -> Tensor:
         """Return the named projections with the rows of each KV head adjacent: [out, columns]."""
-        parts = []
+        parts, gates = [], []
         for letter in letters:
-            rows = m.kv_heads * m.value_dim
+            rows, gated = m.kv_heads * m.value_dim, letter == "q" and m.gate
             if letter != "v":
                 rows = (m.heads if letter == "q" else m.kv_heads) * m.key_dim
-            part = self._get(f"{attention}.{letter}_proj.{kind}", rows, *columns)
+            part = self._get(f"{attention}.{letter}_proj.{kind}", rows * (1 + gated), *columns)
+            if gated:
+                part, gate = part.unflatten(0, (m.heads, 2, -1)).unbind(1)
+                part, gates = part.flatten(0, 1), [gate.reshape(m.kv_heads, -1, *columns)]
             if letter != "v":
                 part = interleave_halves(part, m.rope, m.key_dim)
             parts.append(part.view(m.kv_heads, -1, *columns))
-        return torch.cat(parts, dim=1).flatten(0, 1)
+        return torch.cat(parts + gates, dim=1).flatten(0, 1)
 
     def _qk_weight(self, attention: str, m: Attention) -> Tensor | None:
         if m.qk_norm is None:

@@ -65,6 +65,12 @@ _LATENT: dict[str, Any] = {  # multi-head latent attention
     "num_key_value_heads": 4,
 }
 _DEEPSEEK = _LATENT | {"head_dim": 8, "qk_rope_head_dim": 8}
+_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
 _WINDOW = {"sliding_window": 8}
 _OWN: dict[str, dict[str, Any]] = {
     "axk1": _DEEPSEEK,
@@ -93,6 +99,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "olmo3": _WINDOW,
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "qwen3_next": _DELTA | _EXPERTS,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
     "youtu": _LATENT,
 }
 

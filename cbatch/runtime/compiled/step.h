@@ -21,7 +21,8 @@ typedef struct {
     long adds_later;
 } branch;
 
-// qkv gives rows [kv_heads, (group + 1) * dim + value_dim]: the queries, K and V of each KV head.
+// qkv gives rows [kv_heads, (group + 1) * dim + value_dim + gates]: the queries, K and V of each KV
+// head, and group * value_dim gates of the output, or none.
 // `qk_weight` is [group + 1, dim] for norms of each head, or [kv_heads, group + 1, dim] if all
 // queries of a row are normed as one vector, and all its keys as another. `sinks` [kv_heads *
 // group] may be null. cos_sin [positions, dim / 2, 2]. A row sees the last `window` positions.
@@ -31,9 +32,13 @@ typedef struct {
     branch joins;
     linear qkv, out;
     const float *qk_weight, *sinks, *cos_sin;
-    long kv_heads, group, dim, value_dim, window, qk_norm;
+    long kv_heads, group, dim, value_dim, window, qk_norm, gates;
     float scale, cap, qk_eps;
 } attention;
+
+INLINE long head_width(const attention *m, long queries) {
+    return (queries + 1) * m->dim + m->value_dim + m->gates;
+}
 
 // A recurrent mixer; with the rule ATTENTION there is none. The projection gives rows [gate before |
 // gate after | inputs] for a CONVOLUTION, [inputs | gate | factors | rates] for DELTA, [gate | inputs
@@ -181,7 +186,7 @@ INLINE long row_width(const layer *l) {
     const long inner = s->heads * s->value_dim;
     if (s->rule == CONVOLUTION) return 3 * inner;
     if (s->rule) return s->channels + inner + (s->rule == DELTA ? 2 : 1) * s->heads;
-    return m->kv_heads * ((m->group + 1) * m->dim + m->value_dim);
+    return m->kv_heads * head_width(m, m->group);
 }
 
 static long carve(pass *p, char *memory, long rows, long threads) {

@@ -95,7 +95,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> Linear:
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
-        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES:
+        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES or m.gate:
             return super()._qkv(attention, m, norm, shift)
         bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         pitch, at = m.row_width // m.kv_heads, 0

@@ -107,6 +107,7 @@ def _attention(layer: Layer[Linear], m: Attention, max_tokens: int, shared: dict
         qk_norm=0 if m.qk_norm is None else _ALL_HEADS if m.norms_whole else _EACH_HEAD,
         scale=m.scale,
         cap=m.soft_cap,
+        gates=m.group * m.value_dim if m.gate else 0,
         qk_eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
     )
 

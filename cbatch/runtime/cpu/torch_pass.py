@@ -136,9 +136,10 @@ class TorchPass:
         if isinstance(mixer, Recurrence):
             mixed = self._recurred(index, layer, mixer, rows, kv)
         else:
-            q, k, v = self._heads(layer, mixer, rows, step)
+            q, k, v, gate = self._heads(layer, mixer, rows, step)
             first_key = int(self.config.input is not None)  # position 0 has no state before it
             mixed = attend(mixer, layer.sinks, step, kv, index, q, k, v, first_key).flatten(1)
+            mixed = mixed * gate.sigmoid() if mixer.gate else mixed
         mixed = self._summed(layer.out(mixed))
         after = x + _joined(mixer, mixed, layer.after_attention)
         rows = _normed(x if layer.record.parallel else after, feed_forward.norm)
@@ -165,7 +166,8 @@ class TorchPass:
     def _heads(
         self, layer: Layer[Linear], m: Attention, rows: Tensor, step: TorchStep
     ) -> list[Tensor]:
-        """Return queries [heads, T, key_dim], keys and values [kv_heads, T, dim] of a layer."""
+        """Return queries [heads, T, key_dim], keys and values [kv_heads, T, dim] of a layer, and
+        gates [T, heads * value_dim] if it has them."""
         fused = layer.qkv(rows).view(len(rows), m.kv_heads, -1)
         width = (m.group + 1) * m.key_dim
         qk = fused[..., :width].unflatten(-1, (m.group + 1, m.key_dim))
@@ -176,7 +178,8 @@ class TorchPass:
         factors = self._rotary[m.rope].cos_sin(int(step.positions.max()) + 1)[step.positions]
         qk = torch.view_as_real(qk * torch.view_as_complex(factors)[:, None, None]).flatten(-2)
         q, k = qk[:, :, : m.group].flatten(1, 2), qk[:, :, m.group]
-        return [each.transpose(0, 1) for each in (q, k, fused[..., width:])]
+        v, gate = fused[..., width : width + m.value_dim], fused[..., width + m.value_dim :]
+        return [*(each.transpose(0, 1) for each in (q, k, v)), gate.flatten(1)]
 
     def _summed(self, partial: Tensor) -> Tensor:
         return partial if self.ranks is None else self.ranks.sum(partial)

@@ -62,6 +62,7 @@ def parse_config(
     """Return the configuration that the JSON object `values` describes. Errors name `path` and the
     field; `names` maps field names to those of a file in another format. Raises ModelError as
     `load_config` does."""
+    values = _text_values(Fields(path, values, names=names))
     family = _family(Fields(path, values, names=names))
     # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
@@ -105,6 +106,24 @@ def parse_config(
     )
 
 
+def _text_values(f: Fields) -> Mapping[str, Any]:
+    """Return the fields of the language model, if the architecture wraps one that we support."""
+    for architecture, family in families().items():
+        if any(name in family.wrappers for name in _architectures(f)):
+            values = f.get("text_config", {})
+            if not isinstance(values, dict):
+                raise f.error("text_config", f"must be an object, got {values!r:.40}")
+            return {**f.values, **values, "architectures": [architecture]}
+    return f.values
+
+
+def _architectures(f: Fields) -> list[str]:
+    names = f.get("architectures", [])
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise f.error("architectures", f"must be a list of names, got {names!r:.80}")
+    return names
+
+
 def _attention(f: Fields, family: Family, norm: Norm, numbers: dict[str, float]) -> Attention:
     """Return the attention of a layer, without rope and window."""
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
@@ -127,6 +146,7 @@ def _attention(f: Fields, family: Family, norm: Norm, numbers: dict[str, float])
         qk_norm=Norm("norm", norm.eps, offset=norm.offset) if family.qk_norm else None,
         norms_whole=family.qk_norm == "whole",
         sinks=family.sinks,
+        gate=family.gate,
     )
 
 
@@ -229,9 +249,7 @@ def _dtype(f: Fields) -> str | None:
 
 def _family(f: Fields) -> Family:
     known = families()
-    names = f.get("architectures", [])
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise f.error("architectures", f"must be a list of names, got {names!r:.80}")
+    names = _architectures(f)
     model_type = f.get("model_type")
     if not names:
         names = [name for name, family in known.items() if family.name == model_type]

@@ -64,7 +64,10 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     norms: names of a layer's norms before and after attention, before and after the feed-forward.
     norm: fields of `Norm` that all norms share.
     parallel: attention and feed-forward read the same normed input.
-    gated, sinks, head_bias: fields of the records.
+    gated, sinks, gate, head_bias: fields of the records.
+    grouped: the projections of a delta rule are two tensors, by key head.
+    without: fields of the entry that `like` names that do not apply.
+    wrappers: architectures with other parts, such as a vision tower, whose `text_config` this is.
     numbers: factors and caps of the records -> (config field, power that it is raised to).
     unsupported: fields that must be absent, null or false.
     """
@@ -83,6 +86,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: bool = False
     gated: bool = True
     sinks: bool = False
+    gate: bool = False
     head_bias: bool = False
     windows: Literal["none", "all", "typed", "late"] = "none"
     full_every: int = 0
@@ -93,6 +97,9 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     experts: ExpertFields | None = None
     recurrence: RecurrenceFields | None = None
     unsupported: tuple[str, ...] = ()
+    grouped: bool = False
+    wrappers: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=1)
@@ -111,5 +118,6 @@ def _merged(name: str, entries: dict[str, Any]) -> dict[str, Any]:
     """Return an entry merged over the entry that its `like` names; tables are merged, too."""
     own = dict(entries[name])
     base = _merged(own.pop("like"), entries) if "like" in own else {}
+    base = {key: value for key, value in base.items() if key not in own.get("without", ())}
     tables = [key for key in own if isinstance(own[key], dict) and key in base]
     return base | own | {key: base[key] | own[key] for key in tables}

@@ -72,7 +72,8 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
 
     Scores are multiplied by `scale` and become soft_cap * tanh(score / soft_cap); 0: no cap.
     `qk_norm` norms each head, or with `norms_whole` all query heads of a token together, and all
-    its key heads. With `sinks`, each head has one more score in its softmax.
+    its key heads. With `sinks`, each head has one more score in its softmax. With `gate`, each
+    head's output is multiplied by the sigmoid of a gate, which follows its query in `q_proj`.
     """
 
     heads: int
@@ -88,6 +89,7 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
     qk_norm: Norm | None = None
     norms_whole: bool = False
     sinks: bool = False
+    gate: bool = False
 
     @property
     def group(self) -> int:
@@ -101,8 +103,9 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
 
     @property
     def row_width(self) -> int:
-        """Return the width of the fused projection: queries, K and V."""
-        return self.heads * self.key_dim + self.kv_values
+        """Return the width of the fused projection: queries, K, V and gates."""
+        gates = self.heads * self.value_dim if self.gate else 0
+        return self.heads * self.key_dim + self.kv_values + gates
 
 
 class Recurrence(Branch, frozen=True, kw_only=True, tag=True):
