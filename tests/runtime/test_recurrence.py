@@ -34,7 +34,7 @@ MIXERS = {
     "scan": Recurrence(norm=NORM, rule="scan", kernel=4, **HEADS, groups=2, conv_bias=True),
 }
 RULES = pytest.mark.parametrize("rule", MIXERS)
-Fault = Literal["entry", "page", None]
+Fault = Literal["entry", "page", "no page", None]
 
 
 @functools.cache
@@ -84,6 +84,8 @@ class Run:
         states[0, passed] = -1
         if self.fault == "page" and first > 1:
             states[0, first] -= 1
+        if self.fault == "no page":
+            states[0, last] = -1
         before = [part[self.slot].clone() for part in self.memory[0][2:]]
         batch = RaggedBatch(
             tokens=torch.from_numpy(np.concatenate(rows)),
@@ -169,7 +171,5 @@ def test_bytes_of_a_page_and_of_a_slot(rule: str) -> None:
 
 @RULES
 def test_a_step_without_a_page_is_refused(rule: str) -> None:
-    run = Run(model_of(rule))
-    run.pages = 1
-    with pytest.raises(IndexError, match="state_tables|block_tables"):
-        run.step(LENGTH, 0, 0)
+    with pytest.raises(IndexError, match="state_tables: without the page of a boundary"):
+        Run(model_of(rule), "no page").step(LENGTH, 0, 0)

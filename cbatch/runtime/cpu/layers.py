@@ -80,7 +80,12 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             halves = zip(gate.split(inner), up.split(inner), strict=True)
             parts[0] += [torch.cat(both) for both in halves]
             parts[1] += down.split(inner, dim=1)
-            rows = torch.cat([rows, self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)])
+            if experts.shared_gate:
+                gate = self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)
+            else:  # the sigmoid of this bias is 1
+                gate, bias = rows.new_zeros(1, hidden), torch.zeros(count + 1)
+                bias[count] = 100.0
+            rows = torch.cat([rows, gate])
         experts_of = CompiledExperts.of if self.compiled else _torch_experts
         gating = Gating[experts.activation.upper()]
         gate_function = Gate(gating, experts.limit, experts.alpha)

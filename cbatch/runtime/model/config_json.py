@@ -165,13 +165,13 @@ def _feed_forwards(
     branch, activation = _branch(names, norm, numbers), _activation(f, family)
     dense = FeedForward(
         **branch,
-        inner=_inner(f),
+        inner=_inner(f, family),
         activation=activation,
         gated=family.gated,
         bias=_bias(f, family.mlp_bias),
     )
     layers = range(f.integer("num_hidden_layers"))
-    if family.experts is None:
+    if family.experts is None or not _has_experts(f, family):
         return [dense for _ in layers]
     experts = _experts(f, family.experts, branch, activation)
     interval = f.integer("decoder_sparse_step", 1)
@@ -185,8 +185,16 @@ def _feed_forwards(
     return [dense if i in dense_layers or (i + 1) % interval else experts for i in layers]
 
 
-def _inner(f: Fields) -> int:
+def _has_experts(f: Fields, family: Family) -> bool:
+    if family.experts is None:
+        return False
+    return family.experts.shared_gate or f.integer("num_local_experts", least=0) > 0
+
+
+def _inner(f: Fields, family: Family) -> int:
     """Return the inner width of a dense feed-forward, by LFM2's rule if it applies."""
+    if family.experts is not None and not family.experts.shared_gate:
+        return f.integer(family.experts.shared)
     inner = f.integer("intermediate_size" if f.get("block_ff_dim") is None else "block_ff_dim")
     if f.flag("block_auto_adjust_ff_dim", False):
         multiple = f.integer("block_multiple_of")
@@ -229,6 +237,7 @@ def _experts(
         activation=activation,
         normalized=fields.normalized or f.flag("norm_topk_prob", False),
         shared=shared_width // width,
+        shared_gate=fields.shared_gate,
         bias=fields.clamped,
         limit=f.number("swiglu_limit") if fields.clamped else 0.0,
         alpha=f.number("swiglu_alpha") if fields.clamped else 0.0,

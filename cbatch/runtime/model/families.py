@@ -17,12 +17,14 @@ class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `width` names the field with the inner width of an expert. `shared` names the field with the
     total inner width of the experts that every token uses. `normalized`: a token's expert weights
     always sum to 1; otherwise the field `norm_topk_prob` decides. `clamped`: gpt-oss's activation.
+    `shared_gate`: a gate weights the shared experts. Without it, a model may have no other experts.
     """
 
     width: str
     shared: str = ""
     normalized: bool = False
     clamped: bool = False
+    shared_gate: bool = True
 
 
 class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -52,9 +52,12 @@ class FamilyWeights(WeightSource):
             return self._grouped(parent, last, shape[1])
         for fused in self._family.fused:
             rows = self._fused_rows[fused]
+            if fused == "gate_up_proj":
+                rows = dict.fromkeys(rows, shape[0])
             if last in rows:
                 fused_shape = sum(rows.values()), *shape[1:]
-                matrix = self._files.get(f"{parent}.{fused}.{kind}", fused_shape)
+                stored = self._stored_name(f"{parent}.{fused}")
+                matrix = self._files.get(f"{stored}.{kind}", fused_shape)
                 return dict(zip(rows, matrix.split(list(rows.values())), strict=True))[last]
         return self._files.get(f"{self._stored_name(module)}.{kind}", shape)
 

@@ -187,8 +187,8 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
     """A mixture of `count` feed-forwards of inner width `inner`.
 
     A token uses its `chosen` most likely experts; with `normalized` their weights sum to 1. Every
-    token also uses `shared` experts of the same width, weighted by a gate. `limit` and `alpha` are
-    parameters of the clamped activation.
+    token also uses `shared` experts of the same width, weighted by a gate if `shared_gate`.
+    `limit` and `alpha` are parameters of the clamped activation.
     """
 
     count: int
@@ -197,6 +197,7 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
     activation: Activation = "silu"
     normalized: bool = True
     shared: int = 0
+    shared_gate: bool = True
     bias: bool = False
     limit: float = 0.0
     alpha: float = 0.0

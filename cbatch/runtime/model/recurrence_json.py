@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cbatch.runtime.model.config import Fields
@@ -28,8 +29,8 @@ def _recurrent(f: Fields, family: Family, fields: RecurrenceFields, layers: int)
             raise f.error("full_attn_idxs", f"must be a list of layers, got {full!r:.40}")
         return [i not in full for i in range(layers)]
     if types is None:
-        interval = f.integer("full_attention_interval", family.full_every)
-        return [bool((i + 1) % interval) for i in range(layers)]
+        interval = f.integer("full_attention_interval", family.full_every, least=0)
+        return [not interval or bool((i + 1) % interval) for i in range(layers)]
     known = (*_FULL, *fields.kinds)
     valid = isinstance(types, list) and all(isinstance(t, str) and t in known for t in types)
     if not valid or len(types) != layers:
@@ -44,11 +45,17 @@ def _recurrence(f: Fields, fields: RecurrenceFields, branch: dict[str, Any]) -> 
     if not 2 <= kernel <= _MAX_KERNEL:
         raise f.error(fields.kernel, f"must be 2 to {_MAX_KERNEL}, got {kernel}")
     bias, conv_bias = (bool(n) and f.flag(n, False) for n in (fields.bias, fields.conv_bias))
-    settings = {"kernel": kernel, "bias": bias, "out_bias": bias, "conv_bias": conv_bias}
+    settings: Any = {"kernel": kernel, "bias": bias, "out_bias": bias, "conv_bias": conv_bias}
     if fields.rule == "convolution":
         width = f.integer("hidden_size")
         return Recurrence(**branch, **settings, rule=fields.rule, heads=1, value_dim=width)
     heads, key_heads = f.integer(fields.heads), f.integer(fields.key_heads)
+    min_step, max_step = _step_limits(f)
+    value_dim = f.get(fields.value_dim)
+    if value_dim == "auto":
+        value_dim = f.integer("mamba_expand") * f.integer("hidden_size") // heads
+    else:
+        value_dim = f.integer(fields.value_dim)
     if heads % key_heads:
         raise f.error(fields.key_heads, f"{key_heads} does not divide {heads} heads")
     return Recurrence(
@@ -56,9 +63,21 @@ def _recurrence(f: Fields, fields: RecurrenceFields, branch: dict[str, Any]) -> 
         **settings,
         rule=fields.rule,
         heads=heads,
-        value_dim=f.integer(fields.value_dim),
+        value_dim=value_dim,
         key_heads=key_heads,
         key_dim=f.integer(fields.key_dim),
         norm_eps=branch["norm"].eps,
         groups=key_heads,
+        min_step=min_step,
+        max_step=max_step,
     )
+
+
+def _step_limits(f: Fields) -> tuple[float, float]:
+    """Return the limits of dt; transformers 5 writes infinity as an object."""
+    given = f.get("time_step_limit", [0.0, math.inf])
+    try:
+        low, high = (float(x["__float__"] if isinstance(x, dict) else x) for x in given)
+    except (KeyError, TypeError, ValueError):
+        raise f.error("time_step_limit", f"must be two numbers, got {given!r:.40}") from None
+    return low, high
