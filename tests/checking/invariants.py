@@ -6,6 +6,7 @@ import numpy as np
 
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Sequence
+from cbatch.core.scheduler.slot_pages import SlotPages
 from cbatch.core.scheduler.state import SchedulerState
 
 
@@ -19,6 +20,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for slot in [*leaving, *(owner.slot for owner in running if owner.slot is not None)]:
         references[state.block_row(slot)] += 1
     assert (references == state.pool.ref_counts).all(), "references and tables disagree"
+    if state.pages is not None:
+        _check_pages(state, state.pages, leaving)
     slots = sorted([*state.prefilling, *state.decoding])
     assert slots == sorted(owner.slot for owner in running if owner.slot is not None)
     assert len(slots) + len(leaving) + table.num_free == scheduler.config.max_num_seqs
@@ -26,6 +29,27 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for owner in running:
         _check_row(state, owner)
     _check_batch(state)
+
+
+def _check_pages(state: SchedulerState, pages: SlotPages, leaving: list[int]) -> None:
+    """Check the references of state pages, and that each row has those it needs and no others."""
+    table, size = state.table, state.pool.block_size
+    references = np.zeros(pages.pool.size, dtype=np.int32)
+    for slot in {*leaving, *state.decoding, *state.prefilling}:
+        held = pages.tables[slot][pages.tables[slot] >= 0]
+        references[held] += 1
+    assert (references == pages.pool.ref_counts).all(), "page references and tables disagree"
+    assert pages.room(overlaps=len(state.in_flight) > 1) >= 0, "slots may run out of pages"
+    for slot in (*state.decoding, *state.prefilling):
+        current = table.kv_len(slot) // size
+        have = (pages.tables[slot] >= 0).nonzero()[0]
+        pending = [int(s.plan.query_lens[s.plan.slots == slot].sum()) for s in state.in_flight]
+        last = min(table.kv_len(slot) + sum(pending), int(table.max_total[slot])) // size
+        assert have.tolist() == sorted(set(have.tolist())) and pages.current[slot] == current
+        assert set(range(max(current, 1), current + 1)) <= set(have.tolist())
+        assert (have >= current).all(), "a passed page is held"
+        if slot in state.decoding:
+            assert (have <= max(last, current + 1)).all(), "a page is reserved and not released"
 
 
 def _check_row(state: SchedulerState, owner: Sequence) -> None:

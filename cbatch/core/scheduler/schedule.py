@@ -17,23 +17,25 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
 from cbatch.core.prices.step_work import StepWork
-from cbatch.core.scheduler.block_pool import ONE
+from cbatch.core.scheduler.draftable_rows import DraftableRows
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.preemption import PreemptionCandidate, decide_growth, fit_drafts
 from cbatch.core.scheduler.sequence import Sequence
+from cbatch.core.scheduler.slot_pages import SlotPages
 from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, RowTokens
 from cbatch.core.scheduler.state import SchedulerState
 
 
 def schedule(state: SchedulerState) -> StepPlan | None:
     """Return the next plan and note it as in flight, or return None if no row can run."""
+    if state.pages is not None and state.in_flight and state.pages.room(overlaps=True) < 0:
+        return None  # a second plan needs more state pages than a first
     num_preemptions = state.stats.preemptions
     batch, tokens = _schedule_decodes(state)
     chunks: list[Chunk] = []
@@ -282,7 +284,7 @@ def _admit(
     pool = state.pool
     cached = False  # the completed blocks of running sequences are in the prefix cache
     for sequence in list(state.waiting) if budget_tokens > 0 else ():
-        if budget_tokens <= 0 or not state.table.num_free:
+        if budget_tokens <= 0 or not state.has_free_slot:
             break
         if before is not None and (sequence.level, len(sequence.tokens)) >= before.order:
             break
@@ -308,6 +310,8 @@ def _build_plan(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, chunks: list[Chunk]
 ) -> StepPlan:
     table = state.table
+    if state.pages is not None:
+        _reserve_pages(state, state.pages, batch, tokens.num_drafts, chunks)
     slots, generations, wants_logits = batch.slots, batch.generations, batch.wants_logits
     rows, owners = batch.rows, batch.owners
     if chunks:
@@ -335,7 +339,7 @@ def _build_plan(
         num_drafts=tokens.num_drafts,
         catch_up=tokens.catch_up,
         wants_logits=wants_logits,
-        deltas=state.take_deltas(),
+        deltas=state.deltas.take(state.pool.take_to_zero()),
     )
     state.num_plans += 1
     step = InFlightStep(plan, rows, owners, tokens, bool(state.in_flight), batch.itl_target_s)
@@ -343,58 +347,15 @@ def _build_plan(
     return plan
 
 
-class DraftableRows:
-    """The decoding rows as a lookahead policy sees them (`policy.PlannedRows`), computed late."""
-
-    def __init__(self, state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> None:
-        self._state, self._batch, self._num_known = state, batch, num_known
-        self.rows, self.num_rows = batch.rows, len(batch.slots)
-
-    @cached_property
-    def max_drafts(self) -> np.ndarray:
-        state, batch = self._state, self._batch
-        max_drafts = batch.max_drafts.num_drafts
-        if state.in_flight or batch.tokens_until_end < state.policy.max_depth:
-            max_drafts = np.minimum(max_drafts, np.maximum(self.remaining_tokens, 0))
-        return max_drafts
-
-    @cached_property
-    def draft_kv_lag(self) -> np.ndarray:
-        """Known tokens but the last that each row's draft KV lacks, int32 [rows]."""
-        table, rows, num_known = self._state.table, self.rows, self._num_known
-        if not self._state.has_draft_kv:
-            return table.zeros[: self.num_rows]
-        lag: np.ndarray = num_known - ONE - table.draft_kv[rows]
-        if not self._state.decode_batch().all_catch_up:
-            lag = lag * (num_known <= table.catch_up_end[rows])
-        return lag
-
-    @cached_property
-    def budget_tokens(self) -> int:
-        """Most drafts and catch-up tokens of all rows together. While prompts wait, it is at most
-        half of the step's budget, and leaves time for a chunk within the target gap."""
-        state, target_s = self._state, self._batch.itl_target_s
-        has_prompts = bool(state.prefilling or state.waiting)
-        budget = (state.config.max_num_batched_tokens - self.num_rows) >> has_prompts
-        if target_s is not None:
-            chunks, work = state.chunk_sizes, StepWork.decoding(self.num_rows, self.context_tokens)
-            fitting = chunks.tokens_within(target_s, work, work.context_tokens // self.num_rows)
-            if has_prompts:
-                fitting -= chunks.chunk(work, 0, target_s)
-            budget = max(min(budget, fitting), 0)
-        return budget
-
-    @property
-    def context_tokens(self) -> int:
-        return int(np.add.reduce(self._num_known))
-
-    @cached_property
-    def num_prompts(self) -> int:
-        return len(self._state.prefilling) + min(
-            len(self._state.waiting), self._state.table.num_free
-        )
-
-    @property
-    def remaining_tokens(self) -> np.ndarray:
-        remaining: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known
-        return remaining
+def _reserve_pages(
+    state: SchedulerState,
+    pages: SlotPages,
+    batch: DecodeBatch,
+    num_drafts: np.ndarray,
+    chunks: list[Chunk],
+) -> None:
+    """Give the rows of a plan the state pages that it may write."""
+    max_kv_len, rows = _token_bounds(state)[1], batch.index
+    pages.reserve(rows, np.minimum(max_kv_len[rows] + num_drafts, state.table.max_total[rows]))
+    for chunk, owner in zip(chunks, state.owners_of([c.slot for c in chunks]), strict=True):
+        pages.reserve_chunk(chunk.slot, owner, max_kv_len.item(chunk.slot) - 1 + chunk.query_len)

@@ -49,6 +49,9 @@ class CpuModels:
         sizes = [KVCache.block_bytes(each.config, block_size, each.dtype) for each in models]
         return self.num_ranks * sum(sizes)
 
+    def state_bytes(self, block_size: int, max_drafts: int) -> tuple[int, int]:
+        return 0, 0
+
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
         total_bytes = memory_bytes()
         return int(total_bytes * KV_SHARE if share is None else total_bytes * share - weight_bytes)
