@@ -222,6 +222,8 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
 
 def _own_impl(path: Path, options: EngineOptions) -> Impl:
     config = load_config(path)
+    if config.recurrent:
+        raise UnsupportedModelError(f"{path}: {config.family}: recurrent layers are not supported")
     if config.plain:
         return "own"
     backend = backend_of("cpu" if options.device == "auto" else options.device)

@@ -12,6 +12,7 @@ PASS_ERRORS = {  # by the status of a pass that is refused
     1: "tokens: an id is not in the vocabulary",
     2: "block_tables: too short for the context, or with a block that is not in the cache",
     3: "logits_index: a row that is not in the batch",
+    4: "state_tables: without the page of a boundary, or with a page or slot that is not there",
 }
 
 
@@ -28,7 +29,8 @@ class RaggedBatch:
     state_tables: int32 [B, boundaries + 1], for models with recurrent layers: entry j is the page
     for their state after j blocks; -1: none. The pass reads the entry of the last boundary at or
     before its first position, unless that is 0: then the state is zero. It writes each later entry
-    that its tokens reach. Other entries may be outdated.
+    that its tokens reach. Other entries may be outdated. state_slots: int32 [B], the slot of each
+    sequence, which keeps what its tokens since a boundary add to the state.
     """
 
     tokens: Tensor
@@ -38,3 +40,4 @@ class RaggedBatch:
     block_tables: NDArray[np.int32]
     logits_index: Tensor
     state_tables: NDArray[np.int32] | None = None
+    state_slots: NDArray[np.int32] | None = None

@@ -49,6 +49,7 @@ LONG = {
 }
 # Changes that make a family use all that its records can say, by `model_type`.
 CHANGES: dict[str, list[dict[str, Any]]] = {
+    "lfm2": [{"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True}],
     "arcee": [{"mlp_bias": True, "attention_bias": True}],
     "ernie4_5": [{"use_bias": True}],
     "exaone4": [{}, {"sliding_window": None, "layer_types": ["full_attention"] * 4}],
@@ -69,6 +70,10 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     ],
     "granite": [GRANITE | {"attention_bias": True, "mlp_bias": True}],
     "granitemoe": [GRANITE],
+    "granitemoehybrid": [
+        GRANITE | {"mamba_proj_bias": True, "position_embedding_type": "rope"},
+        {"num_local_experts": 0, "shared_intermediate_size": 96},
+    ],
     "ministral": [{"sliding_window": 8}],
     "mixtral": [{"sliding_window": 8}],
     "nemotron": [{"mlp_bias": True}],
@@ -136,7 +141,7 @@ def test_logits_are_those_of_transformers(
     if device == "torch":
         request.getfixturevalue("torch_pass")
     model = load_model(folder)
-    kv = KVCache(model.config, 30, 4, torch.float32, "cpu")
+    kv = KVCache(model.config, 30, 4, torch.float32, "cpu", num_pages=30, num_slots=3)
     computed = run_all(model, kv, paged(kv, rows), [1, 5, 2, 7], firsts=[9, 4, 1])
     assert (computed - expected).abs().max() < BOUND * expected.std()
     assert probe_batch_invariance(model).batch_invariant == (device == "cpu")

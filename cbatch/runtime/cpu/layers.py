@@ -80,7 +80,12 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             halves = zip(gate.split(inner), up.split(inner), strict=True)
             parts[0] += [torch.cat(both) for both in halves]
             parts[1] += down.split(inner, dim=1)
-            rows = torch.cat([rows, self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)])
+            if experts.shared_gate:
+                gate = self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)
+            else:  # the sigmoid of this bias is 1
+                gate, bias = rows.new_zeros(1, hidden), torch.zeros(count + 1)
+                bias[count] = 100.0
+            rows = torch.cat([rows, gate])
         experts_of = CompiledExperts.of if self.compiled else _torch_experts
         gating = Gating[experts.activation.upper()]
         gate_function = Gate(gating, experts.limit, experts.alpha)
@@ -95,7 +100,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> Linear:
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
-        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES:
+        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES or m.gate:
             return super()._qkv(attention, m, norm, shift)
         bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         pitch, at = m.row_width // m.kv_heads, 0
