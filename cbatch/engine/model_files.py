@@ -203,7 +203,7 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
         return "own"
     if requested != "transformers":
         try:
-            return _own_impl(path, options)
+            return _own_impl(path, options, draft=draft)
         except UnsupportedModelError as error:
             if requested == "own":
                 raise
@@ -220,10 +220,11 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
     return "transformers"
 
 
-def _own_impl(path: Path, options: EngineOptions) -> Impl:
+def _own_impl(path: Path, options: EngineOptions, *, draft: bool) -> Impl:
     config = load_config(path)
-    if config.recurrent:
-        raise UnsupportedModelError(f"{path}: {config.family}: recurrent layers are not supported")
+    if draft and config.recurrent:
+        problem = f"{path}: a draft model with recurrent layers is not supported"
+        raise FieldError("draft", problem, "give another draft, or drafter ngram or suffix")
     if config.plain:
         return "own"
     backend = backend_of("cpu" if options.device == "auto" else options.device)

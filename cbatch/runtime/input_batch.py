@@ -169,6 +169,7 @@ class InputBatch:
             self.block_rows(slots, longest),
             torch.from_numpy(index),
             self.state_rows(slots, longest),
+            None if self.states is None else slots.astype(np.int32),
         )
 
     def filters(self, slots: NDArray[np.integer]) -> Filters:

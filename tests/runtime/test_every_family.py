@@ -17,6 +17,7 @@ import torch
 from cbatch import LLM, FieldError
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
+from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
 from cbatch.runtime.gpu.decoder import load_decoder
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig, ModelError, UnsupportedModelError
@@ -147,19 +148,41 @@ def test_logits_are_those_of_transformers(
     assert probe_batch_invariance(model).batch_invariant == (device == "cpu")
 
 
+class Mistaken(Lookup):
+    """Drafts the rest of known texts, with a mistake at every third position."""
+
+    struct = None
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._texts = texts
+
+    def guess(self, text: np.ndarray, depth: int) -> list[int]:
+        own, size = text.tolist(), len(text)
+        rest: list[int] = next((each[size:] for each in self._texts if each[:size] == own), [])
+        return [token ^ ((size + i) % 3 == 0) for i, token in enumerate(rest[:depth])]
+
+
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
     """The draft is the same model in bf16: most drafts are accepted, and some are not. The pool is
-    too small, and prompts share a prefix."""
+    too small, and prompts share a prefix. A model with recurrent layers is no draft: there the
+    drafts are the known text with mistakes."""
     folder, _, _ = made(kind, 0)
     target = load_model(folder)
     same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
     prompts = [same + tail for tail in rest] + [same + rest[0], same]
     requests = [engines.make_request(f"r{i}", p, max_tokens=16) for i, p in enumerate(prompts)]
-    plain = engines.run_engine(requests, target, max_num_seqs=1, enable_prefix_caching=False)
-    draft = load_model(folder, dtype="bfloat16")
-    settings = {"lookahead": "fixed:4", "num_blocks": 20, "max_num_seqs": 4}
+    pages = {"num_state_pages": 24, "state_interval": 2} if target.config.recurrent else {}
+    alone = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    plain = engines.run_engine(requests, target, **alone, **pages)
+    settings = pages | {"lookahead": "fixed:4", "num_blocks": 20, "max_num_seqs": 4}
+    draft = None
+    if target.config.recurrent:
+        texts = [p + plain.outputs[f"r{i}"] for i, p in enumerate(prompts)]
+        settings |= {"drafting": LookupDrafter(Mistaken(texts)), "drafter": ("ngram",)}
+    else:
+        draft = load_model(folder, dtype="bfloat16")
     varied = engines.run_engine(requests, target, draft, **settings, max_num_batched_tokens=16)
     assert varied.outputs == plain.outputs
     bits = varied.executor.bits
