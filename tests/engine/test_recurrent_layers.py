@@ -49,20 +49,20 @@ def test_texts_do_not_depend_on_what_happens_to_pages(models: dict[str, Path], f
     expected = tokens([quiet.generate(p, q)[0] for p, q in zip(PROMPTS, PARAMS, strict=True)])
     for options in (
         {"num_state_pages": 60, "state_interval": 1},
-        {"num_state_pages": 4, "max_num_batched_tokens": 32},
+        {"num_state_pages": 7, "max_num_batched_tokens": 32},
         {"num_blocks": 20, "num_state_pages": 12, "block_size": 8, "drafter": ("ngram",)},
         {"drafter": ("suffix",), "lookahead": "fixed:6", "overlap": 1, "block_size": 4},
-        {"draft": models["llama"], "lookahead": "fixed:5", "block_size": 4, "num_blocks": 70},
+        {"draft": models["llama"], "lookahead": "fixed:5", "block_size": 4, "num_blocks": 36},
     ):
         llm = make(models, family, **options)
         for _ in range(2):
             assert tokens(llm.generate(PROMPTS, PARAMS)) == expected, options
         stats = llm.engine.scheduler.stats
         assert stats.prefix_hit_tokens > 0
-        if options.get("num_blocks") in (20, 70):
+        if options.get("num_blocks") in (20, 36):
             assert stats.preemptions > 0
-        if "lookahead" in options:
-            assert stats.drafted_tokens > stats.accepted_tokens > 0
+        if "draft" in options:
+            assert stats.drafted_tokens > stats.accepted_tokens
 
 
 @RECURRENT
@@ -71,9 +71,9 @@ def test_a_second_turn_computes_its_new_tokens(
     models: dict[str, Path], family: str, drafter: tuple[str, ...] | None
 ) -> None:
     llm, block_size = make(models, family, drafter=drafter, block_size=8, state_interval=64), 8
-    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=15, temperature=0, ignore_eos=True)
     fresh = make(models, family, enable_prefix_caching=False)
-    conversation = list(llm.engine.tokenizer.encode(PROMPTS[2]))  # type: ignore[union-attr]
+    conversation = list(llm.engine.tokenizer.encode(PROMPTS[0]))  # type: ignore[union-attr]
     computed = 0
     for turn in range(3):
         stats = llm.engine.scheduler.stats
