@@ -357,5 +357,5 @@ def _reserve_pages(
     """Give the rows of a plan the state pages that it may write."""
     max_kv_len, rows = _token_bounds(state)[1], batch.index
     pages.reserve(rows, np.minimum(max_kv_len[rows] + num_drafts, state.table.max_total[rows]))
-    for chunk, owner in zip(chunks, state.owners_of([c.slot for c in chunks]), strict=True):
-        pages.reserve_chunk(chunk.slot, owner, max_kv_len.item(chunk.slot) - 1 + chunk.query_len)
+    for chunk in chunks:
+        pages.reserve_chunk(chunk.slot, max_kv_len.item(chunk.slot) - 1 + chunk.query_len)
