@@ -44,7 +44,8 @@ class Layer(Generic[P]):
 
     `qk_weight` is [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] if all
     heads are normed together. Norm weights are fp32, multiplied by sqrt(n). With `experts`,
-    `gate_up` is the router, and `router_norm` the norm before the router and the experts. Of a
+    `gate_up` is the router, and `router_norm` the norm before the router and the experts;
+    `router_bias` is added to sigmoids when experts are chosen. Of a
     recurrent layer, `qkv` is the projection before the convolution.
     """
 
@@ -59,6 +60,7 @@ class Layer(Generic[P]):
     sinks: Tensor | None = None
     experts: Any = None
     router_norm: Tensor | None = None
+    router_bias: Tensor | None = None
     recurrence: RecurrenceWeights | None = None
 
     def products(self) -> tuple[P, ...]:

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 BOUND = 1e-4  # of the standard deviation of the logits
 BOTH = ["sliding_attention", "full_attention"] * 2
+CONVOLVED = ["conv", "full_attention"] * 2
 GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -50,7 +51,8 @@ LONG = {
 }
 # Changes that make a family use all that its records can say, by `model_type`.
 CHANGES: dict[str, list[dict[str, Any]]] = {
-    "lfm2": [{"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True}],
+    "lfm2": [{"layer_types": CONVOLVED, "conv_bias": True}],
+    "lfm2_moe": [{"layer_types": CONVOLVED, "routed_scaling_factor": 1.5}],
     "arcee": [{"mlp_bias": True, "attention_bias": True}],
     "ernie4_5": [{"use_bias": True}],
     "exaone4": [{}, {"sliding_window": None, "layer_types": ["full_attention"] * 4}],
@@ -107,8 +109,9 @@ def make(kind: str, folder: Path, **changes: Any) -> Any:
     config.architectures = None
     net = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
+    biases = [each for each in net.named_buffers() if each[0].endswith("expert_bias")]
     with torch.no_grad():
-        for name, parameter in net.named_parameters():
+        for name, parameter in [*net.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.add_(0.2 * noise)  # the mean is 1, or 0 for weights that are added to 1
@@ -192,14 +195,14 @@ def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen2_moe", "qwen3_5_text"])
 def test_half_precision_and_threads_leave_a_row_its_bits(kind: str) -> None:
     model = load_model(made(kind, 0)[0], dtype="bfloat16")
     assert probe_batch_invariance(model).batch_invariant
     rows, bits = sequences((23, 14)), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        kv = KVCache(model.config, 20, 4, torch.bfloat16, "cpu")
+        kv = KVCache(model.config, 20, 4, torch.bfloat16, "cpu", num_pages=20, num_slots=2)
         bits.append(run_all(model, kv, paged(kv, rows), [3 * threads]))
     assert torch.equal(*bits)
 

@@ -71,6 +71,9 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         ]
         rows = self._get(f"{mlp}.gate.weight", count, hidden)
         bias = self._get(f"{mlp}.gate.bias", count).float() if biased else None
+        correction = None
+        if experts.corrected:
+            correction = self._get(f"{mlp}.expert_bias", count).float()
         if experts.shared:  # split into experts of width `inner`
             shared, all_inner = f"{mlp}.shared_expert", experts.shared * inner
             gate, up = (
@@ -94,6 +97,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             "down": None,
             "experts": experts_of(*parts, gate_function, *biases),
             "router_norm": norm,
+            "router_bias": correction,
         }
 
     def _qkv(

@@ -90,7 +90,10 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
         gated=f.gated if isinstance(f, FeedForward) else True,
     )
     if isinstance(f, Experts):
-        forward.experts = ctypes.pointer(layer.experts.mixture(f))
+        mixture = layer.experts.mixture(f)
+        mixture.correction = address_of(layer.router_bias)
+        mixture.sigmoid, mixture.scale = f.sigmoid, f.scale
+        forward.experts = ctypes.pointer(mixture)
     return struct("layer")(mixer, state, forward, parallel, -1)
 
 

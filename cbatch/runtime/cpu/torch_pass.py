@@ -29,6 +29,7 @@ from cbatch.runtime.model.records import (
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.rank_group import RankGroup
 
+_SIGMOID_EPS = 1e-6  # added to a sum of sigmoids
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -254,9 +255,18 @@ def _mix(layer: Layer[Linear], f: Experts, rows: Tensor) -> Tensor:
     if layer.router_norm is not None:
         rows = rows * layer.router_norm
     scores = layer.gate_up(rows)
-    top, chosen = scores[:, : f.count].topk(f.chosen)
-    every = scores[:, : f.count].softmax(-1)
-    weights = top.softmax(-1) if f.normalized else every.gather(1, chosen)
+    every = scores[:, : f.count]
+    if f.sigmoid:
+        every = every.sigmoid()
+        bias = layer.router_bias
+        chosen = (every if bias is None else every + bias).topk(f.chosen).indices
+        weights = every.gather(1, chosen)
+        if f.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + _SIGMOID_EPS)
+        weights = weights * f.scale
+    else:
+        top, chosen = every.topk(f.chosen)
+        weights = top.softmax(-1) if f.normalized else every.softmax(-1).gather(1, chosen)
     output = torch.zeros_like(rows)
     for number, (gate_up, down) in enumerate(layer.experts):
         if number < f.count:

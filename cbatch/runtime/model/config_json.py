@@ -176,6 +176,8 @@ def _feed_forwards(
     experts = _experts(f, family.experts, branch, activation)
     interval = f.integer("decoder_sparse_step", 1)
     dense_layers = f.get("mlp_only_layers", [])
+    if family.experts.dense:
+        dense_layers = [*range(min(f.integer(family.experts.dense, least=0), len(layers)))]
     valid = isinstance(dense_layers, list) and all(
         type(each) is int and each in layers for each in dense_layers
     )
@@ -238,6 +240,9 @@ def _experts(
         normalized=fields.normalized or f.flag("norm_topk_prob", False),
         shared=shared_width // width,
         shared_gate=fields.shared_gate,
+        sigmoid=bool(fields.correction),
+        corrected=bool(fields.correction) and f.flag(fields.correction, False),
+        scale=f.number("routed_scaling_factor", 1.0) if fields.correction else 1.0,
         bias=fields.clamped,
         limit=f.number("swiglu_limit") if fields.clamped else 0.0,
         alpha=f.number("swiglu_alpha") if fields.clamped else 0.0,

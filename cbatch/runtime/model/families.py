@@ -17,6 +17,8 @@ class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `width` names the field with the inner width of an expert. `shared` names the field with the
     total inner width of the experts that every token uses. `normalized`: a token's expert weights
     always sum to 1; otherwise the field `norm_topk_prob` decides. `clamped`: gpt-oss's activation.
+    `dense` names the number of first layers without experts. `correction` names the field that
+    decides whether a bias corrects the choice by sigmoids; "": the weights are a softmax.
     `shared_gate`: a gate weights the shared experts. Without it, a model may have no other experts.
     """
 
@@ -25,6 +27,8 @@ class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     normalized: bool = False
     clamped: bool = False
     shared_gate: bool = True
+    dense: str = ""
+    correction: str = ""
 
 
 class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

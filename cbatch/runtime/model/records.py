@@ -188,7 +188,9 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
 
     A token uses its `chosen` most likely experts; with `normalized` their weights sum to 1. Every
     token also uses `shared` experts of the same width, weighted by a gate if `shared_gate`.
-    `limit` and `alpha` are parameters of the clamped activation.
+    `limit` and `alpha` are parameters of the clamped activation. With `sigmoid`, weights are
+    sigmoids times `scale` in place of a softmax, and with `corrected` experts are chosen with a
+    bias added to them.
     """
 
     count: int
@@ -201,6 +203,9 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
     bias: bool = False
     limit: float = 0.0
     alpha: float = 0.0
+    sigmoid: bool = False
+    corrected: bool = False
+    scale: float = 1.0
 
 
 class LayerRecord(msgspec.Struct, frozen=True):
