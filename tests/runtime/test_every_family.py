@@ -74,7 +74,9 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "granite": [GRANITE | {"attention_bias": True, "mlp_bias": True}],
     "granitemoe": [GRANITE],
     "granitemoehybrid": [
-        GRANITE | {"mamba_proj_bias": True, "position_embedding_type": "rope"},
+        GRANITE
+        | {"mamba_proj_bias": True, "position_embedding_type": "rope"}
+        | {"shared_intermediate_size": 112},
         {"num_local_experts": 0, "shared_intermediate_size": 96},
     ],
     "ministral": [{"sliding_window": 8}],

@@ -228,7 +228,7 @@ def _experts(
             "num_experts_per_tok", f"must be at most the {count} experts of a layer, got {chosen}"
         )
     shared_width = f.integer(fields.shared, least=0) if fields.shared else 0
-    if shared_width % width:
+    if shared_width % width and fields.shared_gate:
         problem = f"must be a multiple of the width of an expert, {width}; got {shared_width}"
         raise f.error(fields.shared, problem, UnsupportedModelError)
     return Experts(
@@ -238,7 +238,8 @@ def _experts(
         inner=width,
         activation=activation,
         normalized=fields.normalized or f.flag("norm_topk_prob", False),
-        shared=shared_width // width,
+        shared=-(-shared_width // width),
+        shared_inner=shared_width,
         shared_gate=fields.shared_gate,
         sigmoid=bool(fields.correction),
         corrected=bool(fields.correction) and f.flag(fields.correction, False),
