@@ -32,27 +32,30 @@ def cache_sizes(models: LoadedModels, options: EngineOptions, largest: LargestSt
     memory_bytes = None if options.num_blocks is not None else _memory(models, options, largest)
     block_bytes: float = models.kv_block_bytes(largest.block_size)
     page_bytes, slot_bytes = models.state_bytes(largest.block_size, largest.max_drafts)
-    num_pages, interval, caches = 0, options.state_interval, options.enable_prefix_caching
+    num_pages, interval, caches = 0, 1, options.enable_prefix_caching
     if page_bytes:
-        if interval is None:
-            interval = min(max(int(page_bytes / block_bytes), _MIN_INTERVAL), _MAX_INTERVAL)
+        interval = min(max(int(page_bytes / block_bytes), _MIN_INTERVAL), _MAX_INTERVAL)
+        interval = options.state_interval or interval
         overlaps = options.overlap == 1
         per_slot = pages_per_slot(largest.max_drafts, largest.block_size, overlaps=overlaps)
-        num_pages = options.max_num_seqs * (per_slot + caches)
+        num_pages = options.num_state_pages or options.max_num_seqs * (per_slot + caches)
         if memory_bytes is not None:
             memory_bytes -= options.max_num_seqs * slot_bytes
-            num_pages = max(per_slot, min(num_pages, memory_bytes // (2 * page_bytes)))
+            if options.num_state_pages is None:
+                num_pages = max(per_slot, min(num_pages, memory_bytes // (2 * page_bytes)))
             memory_bytes -= num_pages * page_bytes
-        block_bytes += caches * page_bytes / interval
-    elif interval is not None:
-        problem = "would be ignored, since the model has no recurrent layers"
-        raise FieldError("state_interval", problem, "leave it out")
+    else:
+        for field in ("num_state_pages", "state_interval"):
+            if getattr(options, field) is not None:
+                problem = "would be ignored, since the model has no recurrent layers"
+                raise FieldError(field, problem, "leave it out")
+    adds_pages = num_pages > 0 and caches and options.num_state_pages is None
     num_blocks = options.num_blocks or 0
     if memory_bytes is not None:
+        block_bytes += adds_pages * page_bytes / interval
         num_blocks = _num_blocks(options, largest, memory_bytes, block_bytes)
-    if num_pages and interval and caches:
-        num_pages += -(-num_blocks // interval)
-    return CacheSizes(num_blocks, num_pages, interval or 1)
+    num_pages += adds_pages * -(-num_blocks // interval)
+    return CacheSizes(num_blocks, num_pages, interval)
 
 
 def _memory(models: LoadedModels, options: EngineOptions, largest: LargestStep) -> int:

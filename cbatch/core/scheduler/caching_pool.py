@@ -1,4 +1,4 @@
-"""What the pools of KV blocks and of state pages share: items that are free, referenced, or cached.
+"""Pools of items that are free, referenced, or cached: the base of blocks and state pages.
 
 An item is in exactly one of three states: free, referenced by one or more sequences, or cached and
 unreferenced (kept for a future prefix hit, evicted least recently used first):
