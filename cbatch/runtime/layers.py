@@ -64,8 +64,8 @@ class Layer(Generic[P]):
     recurrence: RecurrenceWeights | None = None
 
     def products(self) -> tuple[P, ...]:
-        linears = self.qkv, self.out, self.gate_up
-        return linears if self.down is None else (*linears, self.down)
+        linears = self.qkv, self.out, self.gate_up, self.down
+        return tuple(linear for linear in linears if linear is not None)
 
 
 class PairWeights(NamedTuple):
@@ -195,22 +195,22 @@ class LayerBuilder(Generic[P]):
 
     def _layer(self, name: str, record: LayerRecord) -> Layer[P]:
         m, f = record.mixer, record.feed_forward
-        assert f is not None
         _require_supported(m, f)
         mlp = f"{name}.mlp"
         if isinstance(m, Recurrence):
             mixer = self._recurrence(f"{name}.linear_attn", m, self._norm(name, m.norm))
         else:
             mixer = self._attention(name, m)
-        norm = self._norm(name, f.norm)
+        norm = None if f is None else self._norm(name, f.norm)
+        feed_forward: dict[str, Any] = {"gate_up": None, "down": None}
         if isinstance(f, Experts):
             feed_forward = self._moe_fields(mlp, f, norm)
-        else:
+        elif f is not None:
             feed_forward = self._feed_forward(mlp, f, norm, self._shift(name, f.norm))
         return Layer(
             record=record,
             after_attention=self._norm(name, m.out_norm),
-            after_forward=self._norm(name, f.out_norm),
+            after_forward=None if f is None else self._norm(name, f.out_norm),
             **mixer,
             **feed_forward,
         )
@@ -310,9 +310,9 @@ class LayerBuilder(Generic[P]):
         return torch.cat(weights, dim=1).contiguous()
 
 
-def _require_supported(m: Attention | Recurrence, f: FeedForward | Experts) -> None:
+def _require_supported(m: Attention | Recurrence, f: FeedForward | Experts | None) -> None:
     """Assert that no field is set that no device computes."""
-    unbiased = [m.out_norm, f.out_norm]
+    unbiased = [m.out_norm, None if f is None else f.out_norm]
     if isinstance(m, Recurrence):
         unbiased.append(m.norm)
     else:
@@ -321,7 +321,7 @@ def _require_supported(m: Attention | Recurrence, f: FeedForward | Experts) -> N
     if isinstance(f, Experts):
         unbiased.append(f.norm)
     assert not any(norm is not None and norm.has_bias for norm in unbiased)
-    assert f.activation != "clamped" or isinstance(f, Experts)
+    assert f is None or f.activation != "clamped" or isinstance(f, Experts)
 
 
 def _full_bias(weight: Tensor, bias: Tensor | None, shift: Tensor | None) -> Tensor | None:

@@ -82,6 +82,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "ministral": [{"sliding_window": 8}],
     "mixtral": [{"sliding_window": 8}],
     "nemotron": [{"mlp_bias": True}],
+    "nemotron_h": [{"mlp_bias": True, "use_bias": True}],
     "phi": [{"vocab_size": 131}],
     "phi3": [
         {"sliding_window": 9},
@@ -238,6 +239,9 @@ def test_absent_fields_mean_what_transformers_takes_them_for(architecture: str) 
     from transformers import AutoConfig
 
     kind = AutoConfig.for_model(families()[architecture].name)
+    if families()[architecture].blocks:  # by default it has blocks that are not supported
+        blocks = tiny_config(kind.model_type).layers_block_type
+        kind = AutoConfig.for_model(kind.model_type, layers_block_type=blocks)
     names = {"architectures": [architecture]}
     whole = kind.to_dict() | names
     assert read(whole) is not None

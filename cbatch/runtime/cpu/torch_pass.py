@@ -132,7 +132,6 @@ class TorchPass:
         kv: KVCache,
     ) -> Tensor:
         mixer, feed_forward = layer.record.mixer, layer.record.feed_forward
-        assert feed_forward is not None
         rows = _normed(x, mixer.norm) if pairs is None else pairs
         if isinstance(mixer, Recurrence):
             mixed = self._recurred(index, layer, mixer, rows, kv)
@@ -143,6 +142,8 @@ class TorchPass:
             mixed = mixed * gate.sigmoid() if mixer.gate else mixed
         mixed = self._summed(layer.out(mixed))
         after = x + _joined(mixer, mixed, layer.after_attention)
+        if feed_forward is None:
+            return after
         rows = _normed(x if layer.record.parallel else after, feed_forward.norm)
         if isinstance(feed_forward, Experts):
             output = _mix(layer, feed_forward, rows)

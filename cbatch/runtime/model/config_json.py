@@ -28,7 +28,7 @@ from cbatch.runtime.model.records import (
     Norm,
     Rope,
 )
-from cbatch.runtime.model.recurrence_json import parse_recurrence
+from cbatch.runtime.model.recurrence_json import join_blocks, parse_recurrence
 from cbatch.runtime.model.rope_json import parse_ropes
 
 _ACTIVATIONS: dict[str, Activation]
@@ -67,6 +67,8 @@ def parse_config(
     # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
     f = Fields(path, {**defaults, **values}, names=names)
+    if family.blocks:
+        f = Fields(path, {**f.values, **join_blocks(f)}, names=names)
     _refuse_unsupported(f, family)
     numbers = {
         name: f.number(field) ** power
@@ -78,8 +80,11 @@ def parse_config(
     types = _layer_types(f, family, f.integer("num_hidden_layers"))
     windows = _windows(f, family, f.integer("num_hidden_layers"), types)
     main_rope, ropes = parse_ropes(f, family, windows, types, mixer.key_dim)
-    feed_forwards = _feed_forwards(f, family, norm, numbers)
+    feed_forwards: list[FeedForward | Experts | None]
+    feed_forwards = [*_feed_forwards(f, family, norm, numbers)]
     recurrences = parse_recurrence(f, family, _branch(family.norms[:2], norm, numbers))
+    for index in f.get("without_forward", []):
+        feed_forwards[index] = None
     rows = zip(ropes, windows, feed_forwards, recurrences, strict=True)
     layers = (
         LayerRecord(

@@ -48,6 +48,7 @@ class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_dim: str = ""
     key_heads: str = ""
     key_dim: str = ""
+    min_step: str = ""
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,6 +73,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: attention and feed-forward read the same normed input.
     gated, sinks, gate, head_bias: fields of the records.
     grouped: the projections of a delta rule are two tensors, by key head.
+    blocks: a layer of the checkpoint is a mixer or a feed-forward.
     without: fields of the entry that `like` names that do not apply.
     wrappers: architectures with other parts, such as a vision tower, whose `text_config` this is.
     numbers: factors and caps of the records -> (config field, power that it is raised to).
@@ -104,6 +106,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recurrence: RecurrenceFields | None = None
     unsupported: tuple[str, ...] = ()
     grouped: bool = False
+    blocks: bool = False
     wrappers: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 

@@ -211,8 +211,8 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
 
 
 class LayerRecord(msgspec.Struct, frozen=True):
-    """A layer. With `parallel`, both branches read its input. `feed_forward` is None where only
-    other code computes it."""
+    """A layer. With `parallel`, both branches read its input. `feed_forward` is None without
+    one, and where only other code computes it."""
 
     mixer: Attention | Recurrence
     feed_forward: FeedForward | Experts | None
