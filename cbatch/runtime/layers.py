@@ -27,7 +27,7 @@ P = TypeVar("P")  # a device's product with constant weights
 
 
 class RecurrenceWeights(NamedTuple):
-    """The weights of a `Recurrence` besides its products, fp32. `decay` is -exp(A_log), `skip` is
+    """The weights of a `Recurrence` except its products, fp32. `decay` is -exp(A_log), `skip` is
     Mamba's D. `norm` is [value_dim], or of a scan [inner]."""
 
     conv: Tensor  # [kernel, padded channels]

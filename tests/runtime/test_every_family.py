@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cbatch import LLM, FieldError
 from cbatch.runtime.cpu.decoder import Model, load_model
@@ -195,6 +196,25 @@ def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
     assert [key for key, each in plain.executor.bits.items() if bits[key] != each] == []
     stats = varied.scheduler.stats
     assert stats.preemptions and stats.prefix_hit_tokens and (varied.accepted > 0).any()
+
+
+@needs_compiler
+def test_a_vision_tower_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, rows, expected = made("qwen3_5_text", 0)
+    config = json.loads((folder / "config.json").read_text())
+    wrapper = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    tensors = {"model.visual.patch_embed.weight": torch.zeros(3), "mtp.norm.weight": torch.ones(3)}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[name.replace("model.", "model.language_model.", 1)] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(tmp_path)
+    assert [each.getMessage() for each in caplog.records if each.name == "cbatch"] == [
+        f"{tmp_path}: its vision tower is left out; prompts are text only"
+    ]
+    kv = KVCache(model.config, 30, 4, torch.float32, "cpu", num_pages=30, num_slots=3)
+    computed = run_all(model, kv, paged(kv, rows), [40])
+    assert (computed - expected).abs().max() < BOUND * expected.std()
 
 
 @needs_compiler

@@ -159,11 +159,9 @@ class TorchPass:
         assert layer.recurrence is not None and kv.state is not None
         memory = kv.state.layers[index]
         assert memory is not None
-        projected, parts = layer.qkv(rows), []
-        for each in self._sequences:
-            own = projected[each.row : each.row + each.length]
-            parts.append(mix(m, layer.recurrence, memory, own, each))
-        return torch.cat(parts)
+        lengths = [sequence.length for sequence in self._sequences]
+        parts = zip(layer.qkv(rows).split(lengths), self._sequences, strict=True)
+        return torch.cat([mix(m, layer.recurrence, memory, *part) for part in parts])
 
     def _heads(
         self, layer: Layer[Linear], m: Attention, rows: Tensor, step: TorchStep

@@ -103,8 +103,9 @@ def mix(
     if m.rule == "delta":
         q, k = (x * (x.square().sum(-1, keepdim=True) + _KEY_EPS).rsqrt() for x in (q, k))
         parts = q * m.key_dim**-0.5, k, v, beta.sigmoid(), weights.decay * steps
-        out = F.rms_norm(_recurrence(m, memory, parts, sequence), (m.value_dim,), eps=m.norm_eps)
-        return (out * weights.norm).flatten(1) * F.silu(gate)
+        out = _recurrence(m, memory, parts, sequence)
+        out = F.rms_norm(out, (m.value_dim,), weights.norm, m.norm_eps)
+        return out.flatten(1) * F.silu(gate)
     steps = steps.clamp(m.min_step, m.max_step)
     out = _recurrence(m, memory, (q, k, v, steps, weights.decay * steps), sequence)
     assert weights.skip is not None

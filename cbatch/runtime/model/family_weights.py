@@ -74,9 +74,9 @@ class FamilyWeights(WeightSource):
         group = m.heads // m.key_heads
         values = group * m.value_dim
         sizes = [m.key_dim, m.key_dim, values, values]
-        stored, names = "in_proj_qkvz", ("in_proj_qkv",) * 3 + ("in_proj_z",)
+        stored, names = "in_proj_qkvz", ["in_proj_qkv"] * 3 + ["in_proj_z"]
         if part in ("in_proj_a", "in_proj_b"):
-            stored, names, sizes = "in_proj_ba", ("in_proj_b", "in_proj_a"), [group, group]
+            stored, names, sizes = "in_proj_ba", ["in_proj_b", "in_proj_a"], [group, group]
         shape = m.key_heads * sum(sizes), columns
         matrix = self._files.get(f"{self._stored_name(parent)}.{stored}.weight", shape)
         parts = matrix.unflatten(0, (m.key_heads, -1)).split(sizes, dim=1)
