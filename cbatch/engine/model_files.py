@@ -223,8 +223,8 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
 def _own_impl(path: Path, options: EngineOptions, *, draft: bool) -> Impl:
     config = load_config(path)
     if draft and config.recurrent:
-        problem = f"{path}: a draft model with recurrent layers is not supported"
-        raise FieldError("draft", problem, "give another draft, or drafter ngram or suffix")
+        remedy = "give another draft, or drafter ngram or suffix"
+        raise FieldError("draft", f"{path}: recurrent layers are not supported in a draft", remedy)
     if config.plain:
         return "own"
     backend = backend_of("cpu" if options.device == "auto" else options.device)

@@ -27,7 +27,7 @@ P = TypeVar("P")  # a device's product with constant weights
 
 
 class RecurrenceWeights(NamedTuple):
-    """The weights of a `Recurrence` besides its products, fp32. `decay` is -exp(A_log), `skip` is
+    """The weights of a `Recurrence` except its products, fp32. `decay` is -exp(A_log), `skip` is
     Mamba's D. `norm` is [value_dim], or of a scan [inner]."""
 
     conv: Tensor  # [kernel, padded channels]
@@ -44,7 +44,8 @@ class Layer(Generic[P]):
 
     `qk_weight` is [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] if all
     heads are normed together. Norm weights are fp32, multiplied by sqrt(n). With `experts`,
-    `gate_up` is the router, and `router_norm` the norm before the router and the experts. Of a
+    `gate_up` is the router, and `router_norm` the norm before the router and the experts;
+    `router_bias` is added to sigmoids when experts are chosen. Of a
     recurrent layer, `qkv` is the projection before the convolution.
     """
 
@@ -59,11 +60,12 @@ class Layer(Generic[P]):
     sinks: Tensor | None = None
     experts: Any = None
     router_norm: Tensor | None = None
+    router_bias: Tensor | None = None
     recurrence: RecurrenceWeights | None = None
 
     def products(self) -> tuple[P, ...]:
-        linears = self.qkv, self.out, self.gate_up
-        return linears if self.down is None else (*linears, self.down)
+        linears = self.qkv, self.out, self.gate_up, self.down
+        return tuple(linear for linear in linears if linear is not None)
 
 
 class PairWeights(NamedTuple):
@@ -193,22 +195,22 @@ class LayerBuilder(Generic[P]):
 
     def _layer(self, name: str, record: LayerRecord) -> Layer[P]:
         m, f = record.mixer, record.feed_forward
-        assert f is not None
         _require_supported(m, f)
         mlp = f"{name}.mlp"
         if isinstance(m, Recurrence):
             mixer = self._recurrence(f"{name}.linear_attn", m, self._norm(name, m.norm))
         else:
             mixer = self._attention(name, m)
-        norm = self._norm(name, f.norm)
+        norm = None if f is None else self._norm(name, f.norm)
+        feed_forward: dict[str, Any] = {"gate_up": None, "down": None}
         if isinstance(f, Experts):
             feed_forward = self._moe_fields(mlp, f, norm)
-        else:
+        elif f is not None:
             feed_forward = self._feed_forward(mlp, f, norm, self._shift(name, f.norm))
         return Layer(
             record=record,
             after_attention=self._norm(name, m.out_norm),
-            after_forward=self._norm(name, f.out_norm),
+            after_forward=None if f is None else self._norm(name, f.out_norm),
             **mixer,
             **feed_forward,
         )
@@ -308,9 +310,9 @@ class LayerBuilder(Generic[P]):
         return torch.cat(weights, dim=1).contiguous()
 
 
-def _require_supported(m: Attention | Recurrence, f: FeedForward | Experts) -> None:
+def _require_supported(m: Attention | Recurrence, f: FeedForward | Experts | None) -> None:
     """Assert that no field is set that no device computes."""
-    unbiased = [m.out_norm, f.out_norm]
+    unbiased = [m.out_norm, None if f is None else f.out_norm]
     if isinstance(m, Recurrence):
         unbiased.append(m.norm)
     else:
@@ -319,7 +321,7 @@ def _require_supported(m: Attention | Recurrence, f: FeedForward | Experts) -> N
     if isinstance(f, Experts):
         unbiased.append(f.norm)
     assert not any(norm is not None and norm.has_bias for norm in unbiased)
-    assert f.activation != "clamped" or isinstance(f, Experts)
+    assert f is None or f.activation != "clamped" or isinstance(f, Experts)
 
 
 def _full_bias(weight: Tensor, bias: Tensor | None, shift: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cbatch import LLM, FieldError
 from cbatch.runtime.cpu.decoder import Model, load_model
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 BOUND = 1e-4  # of the standard deviation of the logits
 BOTH = ["sliding_attention", "full_attention"] * 2
+CONVOLVED = ["conv", "full_attention"] * 2
 GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -50,7 +52,8 @@ LONG = {
 }
 # Changes that make a family use all that its records can say, by `model_type`.
 CHANGES: dict[str, list[dict[str, Any]]] = {
-    "lfm2": [{"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True}],
+    "lfm2": [{"layer_types": CONVOLVED, "conv_bias": True}],
+    "lfm2_moe": [{"layer_types": CONVOLVED, "routed_scaling_factor": 1.5}],
     "arcee": [{"mlp_bias": True, "attention_bias": True}],
     "ernie4_5": [{"use_bias": True}],
     "exaone4": [{}, {"sliding_window": None, "layer_types": ["full_attention"] * 4}],
@@ -72,12 +75,15 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "granite": [GRANITE | {"attention_bias": True, "mlp_bias": True}],
     "granitemoe": [GRANITE],
     "granitemoehybrid": [
-        GRANITE | {"mamba_proj_bias": True, "position_embedding_type": "rope"},
+        GRANITE
+        | {"mamba_proj_bias": True, "position_embedding_type": "rope"}
+        | {"shared_intermediate_size": 112},
         {"num_local_experts": 0, "shared_intermediate_size": 96},
     ],
     "ministral": [{"sliding_window": 8}],
     "mixtral": [{"sliding_window": 8}],
     "nemotron": [{"mlp_bias": True}],
+    "nemotron_h": [{"mlp_bias": True, "use_bias": True}],
     "phi": [{"vocab_size": 131}],
     "phi3": [
         {"sliding_window": 9},
@@ -107,8 +113,9 @@ def make(kind: str, folder: Path, **changes: Any) -> Any:
     config.architectures = None
     net = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
+    biases = [each for each in net.named_buffers() if each[0].endswith("expert_bias")]
     with torch.no_grad():
-        for name, parameter in net.named_parameters():
+        for name, parameter in [*net.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.add_(0.2 * noise)  # the mean is 1, or 0 for weights that are added to 1
@@ -192,14 +199,33 @@ def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen2_moe"])
+def test_a_vision_tower_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, rows, expected = made("qwen3_5_text", 0)
+    config = json.loads((folder / "config.json").read_text())
+    wrapper = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    tensors = {"model.visual.patch_embed.weight": torch.zeros(3), "mtp.norm.weight": torch.ones(3)}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[name.replace("model.", "model.language_model.", 1)] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(tmp_path)
+    assert [each.getMessage() for each in caplog.records if each.name == "cbatch"] == [
+        f"{tmp_path}: its vision tower is left out; prompts are text only"
+    ]
+    kv = KVCache(model.config, 30, 4, torch.float32, "cpu", num_pages=30, num_slots=3)
+    computed = run_all(model, kv, paged(kv, rows), [40])
+    assert (computed - expected).abs().max() < BOUND * expected.std()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen2_moe", "qwen3_5_text"])
 def test_half_precision_and_threads_leave_a_row_its_bits(kind: str) -> None:
     model = load_model(made(kind, 0)[0], dtype="bfloat16")
     assert probe_batch_invariance(model).batch_invariant
     rows, bits = sequences((23, 14)), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        kv = KVCache(model.config, 20, 4, torch.bfloat16, "cpu")
+        kv = KVCache(model.config, 20, 4, torch.bfloat16, "cpu", num_pages=20, num_slots=2)
         bits.append(run_all(model, kv, paged(kv, rows), [3 * threads]))
     assert torch.equal(*bits)
 
@@ -233,6 +259,9 @@ def test_absent_fields_mean_what_transformers_takes_them_for(architecture: str) 
     from transformers import AutoConfig
 
     kind = AutoConfig.for_model(families()[architecture].name)
+    if families()[architecture].blocks:  # by default it has blocks that are not supported
+        blocks = tiny_config(kind.model_type).layers_block_type
+        kind = AutoConfig.for_model(kind.model_type, layers_block_type=blocks)
     names = {"architectures": [architecture]}
     whole = kind.to_dict() | names
     assert read(whole) is not None

@@ -108,6 +108,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
     "mistral": _WINDOW,
     "olmo3": _WINDOW,
+    "nemotron_h": {
+        "layers_block_type": [
+            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+            "linear_attention",
+        ],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 20,
+        "n_groups": 2,
+        "ssm_state_size": 18,
+    },
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
     "qwen3_next": _DELTA | _EXPERTS,

@@ -390,7 +390,7 @@ static int first_half(pass *p, long i) {
 
 // Runs the rest of the layer, up to its down projection.
 static void second_half(pass *p, const layer *l) {
-    if (l->parallel) return;
+    if (l->parallel || !l->forward.gate_up.num_parts) return;
     normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1);
     run_forward(p, &l->forward);
 }

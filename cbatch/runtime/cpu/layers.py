@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.compiled import (
@@ -71,15 +72,20 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         ]
         rows = self._get(f"{mlp}.gate.weight", count, hidden)
         bias = self._get(f"{mlp}.gate.bias", count).float() if biased else None
+        correction = None
+        if experts.corrected:
+            correction = self._get(f"{mlp}.expert_bias", count).float()
         if experts.shared:  # split into experts of width `inner`
-            shared, all_inner = f"{mlp}.shared_expert", experts.shared * inner
+            shared, all_inner = f"{mlp}.shared_expert", experts.shared_inner
+            padding = 0, experts.shared * inner - all_inner
             gate, up = (
                 self._get(f"{shared}.{n}_proj.weight", all_inner, hidden) for n in ("gate", "up")
             )
             down = self._get(f"{shared}.down_proj.weight", hidden, all_inner)
+            gate, up = (F.pad(half, (0, 0, *padding)) for half in (gate, up))
             halves = zip(gate.split(inner), up.split(inner), strict=True)
             parts[0] += [torch.cat(both) for both in halves]
-            parts[1] += down.split(inner, dim=1)
+            parts[1] += F.pad(down, padding).split(inner, dim=1)
             if experts.shared_gate:
                 gate = self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)
             else:  # the sigmoid of this bias is 1
@@ -94,6 +100,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             "down": None,
             "experts": experts_of(*parts, gate_function, *biases),
             "router_norm": norm,
+            "router_bias": correction,
         }
 
     def _qkv(

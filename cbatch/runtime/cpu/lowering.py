@@ -67,7 +67,7 @@ def _branch(branch: Branch, before: Any, after: Tensor | None) -> Any:
 
 def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
     m, f, parallel = layer.record.mixer, layer.record.feed_forward, layer.record.parallel
-    assert f is not None and (not parallel or (f.adds_plainly and not isinstance(f, Experts)))
+    assert not parallel or (isinstance(f, FeedForward) and f.adds_plainly)
     shared = {
         "joins": _branch(m, norm_before(m.norm, layer.qkv), layer.after_attention),
         "qkv": product_of(layer.qkv),
@@ -77,6 +77,11 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
         mixer, state = struct("attention")(**shared), _recurrence(m, layer.recurrence)
     else:
         mixer, state = _attention(layer, m, max_tokens, shared), struct("recurrence")()
+    forward = struct("feed_forward")() if f is None else _feed_forward(layer, f)
+    return struct("layer")(mixer, state, forward, parallel, -1)
+
+
+def _feed_forward(layer: Layer[Linear], f: FeedForward | Experts) -> Any:
     if isinstance(f, Experts):
         before = lower_norm(f.norm, layer.router_norm)
     else:
@@ -90,8 +95,11 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
         gated=f.gated if isinstance(f, FeedForward) else True,
     )
     if isinstance(f, Experts):
-        forward.experts = ctypes.pointer(layer.experts.mixture(f))
-    return struct("layer")(mixer, state, forward, parallel, -1)
+        mixture = layer.experts.mixture(f)
+        mixture.correction = address_of(layer.router_bias)
+        mixture.sigmoid, mixture.scale = f.sigmoid, f.scale
+        forward.experts = ctypes.pointer(mixture)
+    return forward
 
 
 def _attention(layer: Layer[Linear], m: Attention, max_tokens: int, shared: dict[str, Any]) -> Any:

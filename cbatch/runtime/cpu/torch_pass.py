@@ -29,6 +29,7 @@ from cbatch.runtime.model.records import (
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.rank_group import RankGroup
 
+_SIGMOID_EPS = 1e-6  # added to a sum of sigmoids
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -131,7 +132,6 @@ class TorchPass:
         kv: KVCache,
     ) -> Tensor:
         mixer, feed_forward = layer.record.mixer, layer.record.feed_forward
-        assert feed_forward is not None
         rows = _normed(x, mixer.norm) if pairs is None else pairs
         if isinstance(mixer, Recurrence):
             mixed = self._recurred(index, layer, mixer, rows, kv)
@@ -142,6 +142,8 @@ class TorchPass:
             mixed = mixed * gate.sigmoid() if mixer.gate else mixed
         mixed = self._summed(layer.out(mixed))
         after = x + _joined(mixer, mixed, layer.after_attention)
+        if feed_forward is None:
+            return after
         rows = _normed(x if layer.record.parallel else after, feed_forward.norm)
         if isinstance(feed_forward, Experts):
             output = _mix(layer, feed_forward, rows)
@@ -157,11 +159,9 @@ class TorchPass:
         assert layer.recurrence is not None and kv.state is not None
         memory = kv.state.layers[index]
         assert memory is not None
-        projected, parts = layer.qkv(rows), []
-        for each in self._sequences:
-            own = projected[each.row : each.row + each.length]
-            parts.append(mix(m, layer.recurrence, memory, own, each))
-        return torch.cat(parts)
+        lengths = [sequence.length for sequence in self._sequences]
+        parts = zip(layer.qkv(rows).split(lengths), self._sequences, strict=True)
+        return torch.cat([mix(m, layer.recurrence, memory, *part) for part in parts])
 
     def _heads(
         self, layer: Layer[Linear], m: Attention, rows: Tensor, step: TorchStep
@@ -254,9 +254,18 @@ def _mix(layer: Layer[Linear], f: Experts, rows: Tensor) -> Tensor:
     if layer.router_norm is not None:
         rows = rows * layer.router_norm
     scores = layer.gate_up(rows)
-    top, chosen = scores[:, : f.count].topk(f.chosen)
-    every = scores[:, : f.count].softmax(-1)
-    weights = top.softmax(-1) if f.normalized else every.gather(1, chosen)
+    every = scores[:, : f.count]
+    if f.sigmoid:
+        every = every.sigmoid()
+        bias = layer.router_bias
+        chosen = (every if bias is None else every + bias).topk(f.chosen).indices
+        weights = every.gather(1, chosen)
+        if f.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + _SIGMOID_EPS)
+        weights = weights * f.scale
+    else:
+        top, chosen = every.topk(f.chosen)
+        weights = top.softmax(-1) if f.normalized else every.softmax(-1).gather(1, chosen)
     output = torch.zeros_like(rows)
     for number, (gate_up, down) in enumerate(layer.experts):
         if number < f.count:

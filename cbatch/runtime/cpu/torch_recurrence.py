@@ -93,33 +93,27 @@ def mix(
         gate, inputs, rates = rows.split([inner, channels, m.heads], dim=1)
     mixed = F.silu(_convolved(m, weights, memory, inputs, sequence))
     assert weights.decay is not None and weights.step_bias is not None
-    steps = F.softplus(rates + weights.step_bias)
-    keys = m.key_heads * m.key_dim
+    steps, keys = F.softplus(rates + weights.step_bias), m.key_heads * m.key_dim
     if m.rule == "delta":
-        q, k, v = (
-            part.unflatten(1, (-1, dim))
-            for part, dim in zip(
-                mixed.split([keys, keys, inner], dim=1),
-                (m.key_dim, m.key_dim, m.value_dim),
-                strict=True,
-            )
-        )
+        q, k, v = mixed.split([keys, keys, inner], dim=1)
+    else:
+        v, k, q = mixed.split([inner, keys, keys], dim=1)
+    v = v.unflatten(1, (m.heads, -1))
+    q, k = (x.unflatten(1, (m.key_heads, -1)) for x in (q, k))
+    if m.rule == "delta":
         q, k = (x * (x.square().sum(-1, keepdim=True) + _KEY_EPS).rsqrt() for x in (q, k))
-        q = q * m.key_dim**-0.5
-        factors, decays = beta.sigmoid(), weights.decay * steps
-        out = _recurrence(m, memory, (q, k, v, factors, decays), sequence)
-        out = F.rms_norm(out, (m.value_dim,), weights.norm, m.norm_eps).flatten(1)
-        return out * F.silu(gate)
-    v, k, q = mixed.split([inner, keys, keys], dim=1)
-    v, k, q = v.unflatten(1, (m.heads, -1)), *(x.unflatten(1, (m.key_heads, -1)) for x in (k, q))
+        parts = q * m.key_dim**-0.5, k, v, beta.sigmoid(), weights.decay * steps
+        out = _recurrence(m, memory, parts, sequence)
+        out = F.rms_norm(out, (m.value_dim,), weights.norm, m.norm_eps)
+        return out.flatten(1) * F.silu(gate)
     steps = steps.clamp(m.min_step, m.max_step)
     out = _recurrence(m, memory, (q, k, v, steps, weights.decay * steps), sequence)
     assert weights.skip is not None
     out = (out + weights.skip[:, None] * v).flatten(1) * F.silu(gate)
     if weights.norm is None:
         return out
-    parts = F.rms_norm(out.unflatten(1, (m.groups, -1)), (inner // m.groups,), eps=m.norm_eps)
-    return parts.flatten(1) * weights.norm
+    groups = F.rms_norm(out.unflatten(1, (m.groups, -1)), (inner // m.groups,), eps=m.norm_eps)
+    return groups.flatten(1) * weights.norm
 
 
 def _convolved(

@@ -28,7 +28,7 @@ from cbatch.runtime.model.records import (
     Norm,
     Rope,
 )
-from cbatch.runtime.model.recurrence_json import parse_recurrence
+from cbatch.runtime.model.recurrence_json import join_blocks, parse_recurrence
 from cbatch.runtime.model.rope_json import parse_ropes
 
 _ACTIVATIONS: dict[str, Activation]
@@ -67,6 +67,8 @@ def parse_config(
     # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
     f = Fields(path, {**defaults, **values}, names=names)
+    if family.blocks:
+        f = Fields(path, {**f.values, **join_blocks(f)}, names=names)
     _refuse_unsupported(f, family)
     numbers = {
         name: f.number(field) ** power
@@ -78,8 +80,11 @@ def parse_config(
     types = _layer_types(f, family, f.integer("num_hidden_layers"))
     windows = _windows(f, family, f.integer("num_hidden_layers"), types)
     main_rope, ropes = parse_ropes(f, family, windows, types, mixer.key_dim)
-    feed_forwards = _feed_forwards(f, family, norm, numbers)
+    feed_forwards: list[FeedForward | Experts | None]
+    feed_forwards = [*_feed_forwards(f, family, norm, numbers)]
     recurrences = parse_recurrence(f, family, _branch(family.norms[:2], norm, numbers))
+    for index in f.get("without_forward", []):
+        feed_forwards[index] = None
     rows = zip(ropes, windows, feed_forwards, recurrences, strict=True)
     layers = (
         LayerRecord(
@@ -176,6 +181,8 @@ def _feed_forwards(
     experts = _experts(f, family.experts, branch, activation)
     interval = f.integer("decoder_sparse_step", 1)
     dense_layers = f.get("mlp_only_layers", [])
+    if family.experts.dense:
+        dense_layers = [*range(min(f.integer(family.experts.dense, least=0), len(layers)))]
     valid = isinstance(dense_layers, list) and all(
         type(each) is int and each in layers for each in dense_layers
     )
@@ -226,7 +233,7 @@ def _experts(
             "num_experts_per_tok", f"must be at most the {count} experts of a layer, got {chosen}"
         )
     shared_width = f.integer(fields.shared, least=0) if fields.shared else 0
-    if shared_width % width:
+    if shared_width % width and fields.shared_gate:
         problem = f"must be a multiple of the width of an expert, {width}; got {shared_width}"
         raise f.error(fields.shared, problem, UnsupportedModelError)
     return Experts(
@@ -236,8 +243,12 @@ def _experts(
         inner=width,
         activation=activation,
         normalized=fields.normalized or f.flag("norm_topk_prob", False),
-        shared=shared_width // width,
+        shared=-(-shared_width // width),
+        shared_inner=shared_width,
         shared_gate=fields.shared_gate,
+        sigmoid=bool(fields.correction),
+        corrected=bool(fields.correction) and f.flag(fields.correction, False),
+        scale=f.number("routed_scaling_factor", 1.0) if fields.correction else 1.0,
         bias=fields.clamped,
         limit=f.number("swiglu_limit") if fields.clamped else 0.0,
         alpha=f.number("swiglu_alpha") if fields.clamped else 0.0,

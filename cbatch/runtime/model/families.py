@@ -17,6 +17,8 @@ class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `width` names the field with the inner width of an expert. `shared` names the field with the
     total inner width of the experts that every token uses. `normalized`: a token's expert weights
     always sum to 1; otherwise the field `norm_topk_prob` decides. `clamped`: gpt-oss's activation.
+    `dense` names the number of first layers without experts. `correction` names the field that
+    decides whether a bias corrects the choice by sigmoids; "": the weights are a softmax.
     `shared_gate`: a gate weights the shared experts. Without it, a model may have no other experts.
     """
 
@@ -25,6 +27,8 @@ class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     normalized: bool = False
     clamped: bool = False
     shared_gate: bool = True
+    dense: str = ""
+    correction: str = ""
 
 
 class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,6 +48,7 @@ class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_dim: str = ""
     key_heads: str = ""
     key_dim: str = ""
+    min_step: str = ""
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +73,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: attention and feed-forward read the same normed input.
     gated, sinks, gate, head_bias: fields of the records.
     grouped: the projections of a delta rule are two tensors, by key head.
+    blocks: a layer of the checkpoint is a mixer or a feed-forward.
     without: fields of the entry that `like` names that do not apply.
     wrappers: architectures with other parts, such as a vision tower, whose `text_config` this is.
     numbers: factors and caps of the records -> (config field, power that it is raised to).
@@ -100,6 +106,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recurrence: RecurrenceFields | None = None
     unsupported: tuple[str, ...] = ()
     grouped: bool = False
+    blocks: bool = False
     wrappers: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 

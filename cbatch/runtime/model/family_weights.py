@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import torch
 from torch import Tensor
 
@@ -28,6 +31,8 @@ class FamilyWeights(WeightSource):
         q, k, v = m.heads * m.key_dim, m.kv_heads * m.key_dim, m.kv_heads * m.value_dim
         mixers = (each.mixer for each in config.layers)
         self._recurrence = next((m for m in mixers if isinstance(m, Recurrence)), None)
+        ends = itertools.accumulate(1 + (each.feed_forward is not None) for each in config.layers)
+        self._first_blocks = [0, *ends]
         # Fused matrix -> {part: rows}.
         self._fused_rows = {
             "qkv_proj": {"q_proj": q, "k_proj": k, "v_proj": v},
@@ -69,9 +74,9 @@ class FamilyWeights(WeightSource):
         group = m.heads // m.key_heads
         values = group * m.value_dim
         sizes = [m.key_dim, m.key_dim, values, values]
-        stored, names = "in_proj_qkvz", ("in_proj_qkv",) * 3 + ("in_proj_z",)
+        stored, names = "in_proj_qkvz", ["in_proj_qkv"] * 3 + ["in_proj_z"]
         if part in ("in_proj_a", "in_proj_b"):
-            stored, names, sizes = "in_proj_ba", ("in_proj_b", "in_proj_a"), [group, group]
+            stored, names, sizes = "in_proj_ba", ["in_proj_b", "in_proj_a"], [group, group]
         shape = m.key_heads * sum(sizes), columns
         matrix = self._files.get(f"{self._stored_name(parent)}.{stored}.weight", shape)
         parts = matrix.unflatten(0, (m.key_heads, -1)).split(sizes, dim=1)
@@ -79,6 +84,10 @@ class FamilyWeights(WeightSource):
         return torch.cat([each.flatten(0, 1) for each in chosen])
 
     def _stored_name(self, module: str) -> str:
+        layer = re.match(r"model\.layers\.(\d+)\.(mlp|post_)?", module)
+        if self._family.blocks and layer:  # the name begins with the number of a block
+            block = self._first_blocks[int(layer[1])] + bool(layer[2])
+            module = f"backbone.layers.{block}.{module.split('.', 3)[3]}"
         for own_name, stored_name in self._family.names.items():
             if module.endswith(own_name):
                 return module.removesuffix(own_name) + stored_name

@@ -188,7 +188,10 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
 
     A token uses its `chosen` most likely experts; with `normalized` their weights sum to 1. Every
     token also uses `shared` experts of the same width, weighted by a gate if `shared_gate`.
-    `limit` and `alpha` are parameters of the clamped activation.
+    Their total width, `shared_inner`, may be less than theirs: the rest is zero.
+    `limit` and `alpha` are parameters of the clamped activation. With `sigmoid`, weights are
+    sigmoids times `scale` in place of a softmax, and with `corrected` experts are chosen with a
+    bias added to them.
     """
 
     count: int
@@ -197,15 +200,19 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
     activation: Activation = "silu"
     normalized: bool = True
     shared: int = 0
+    shared_inner: int = 0
     shared_gate: bool = True
     bias: bool = False
     limit: float = 0.0
     alpha: float = 0.0
+    sigmoid: bool = False
+    corrected: bool = False
+    scale: float = 1.0
 
 
 class LayerRecord(msgspec.Struct, frozen=True):
-    """A layer. With `parallel`, both branches read its input. `feed_forward` is None where only
-    other code computes it."""
+    """A layer. With `parallel`, both branches read its input. `feed_forward` is None without
+    one, and where only other code computes it."""
 
     mixer: Attention | Recurrence
     feed_forward: FeedForward | Experts | None

@@ -5,12 +5,36 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cbatch.runtime.model.config import Fields
+from cbatch.runtime.model.config import Fields, UnsupportedModelError
 from cbatch.runtime.model.families import Family, RecurrenceFields
 from cbatch.runtime.model.records import Recurrence
 
 _FULL = ("full_attention", "attention")
 _MAX_KERNEL = 16  # tokens of a convolution
+_BLOCKS = {"M": "linear_attention", "mamba": "linear_attention", "-": "mlp"}
+_BLOCKS |= {"*": "full_attention", "attention": "full_attention", "E": "moe"}
+
+
+def join_blocks(f: Fields) -> dict[str, Any]:
+    """Return the fields of layers that a list of blocks describes (Nemotron-H): each mixer is a
+    layer, with the feed-forward that follows it, if one does."""
+    field = "layers_block_type"
+    names = f.get(field, f.get("hybrid_override_pattern"))
+    if not isinstance(names, list | str) or not names:
+        raise f.error(field, "missing; use a complete file of the model")
+    types: list[str] = []
+    alone: list[int] = []
+    for name in names:
+        block = _BLOCKS.get(name, name) if isinstance(name, str) else name
+        if block == "mlp" and alone[-1:] == [len(types) - 1]:
+            alone.pop()
+        elif block in ("linear_attention", "full_attention"):
+            alone.append(len(types))
+            types.append(block)
+        else:
+            problem = f"{block!r:.40} after {types[-1:]} is not supported"
+            raise f.error(field, problem, UnsupportedModelError)
+    return {"layer_types": types, "num_hidden_layers": len(types), "without_forward": alone}
 
 
 def parse_recurrence(f: Fields, family: Family, branch: dict[str, Any]) -> list[Recurrence | None]:
@@ -50,7 +74,7 @@ def _recurrence(f: Fields, fields: RecurrenceFields, branch: dict[str, Any]) -> 
         width = f.integer("hidden_size")
         return Recurrence(**branch, **settings, rule=fields.rule, heads=1, value_dim=width)
     heads, key_heads = f.integer(fields.heads), f.integer(fields.key_heads)
-    min_step, max_step = _step_limits(f)
+    min_step, max_step = _step_limits(f, fields)
     value_dim = f.get(fields.value_dim)
     if value_dim == "auto":
         value_dim = f.integer("mamba_expand") * f.integer("hidden_size") // heads
@@ -73,8 +97,10 @@ def _recurrence(f: Fields, fields: RecurrenceFields, branch: dict[str, Any]) -> 
     )
 
 
-def _step_limits(f: Fields) -> tuple[float, float]:
+def _step_limits(f: Fields, fields: RecurrenceFields) -> tuple[float, float]:
     """Return the limits of dt; transformers 5 writes infinity as an object."""
+    if fields.min_step:
+        return f.number(fields.min_step), math.inf
     given = f.get("time_step_limit", [0.0, math.inf])
     try:
         low, high = (float(x["__float__"] if isinstance(x, dict) else x) for x in given)
