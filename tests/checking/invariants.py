@@ -36,20 +36,25 @@ def _check_pages(state: SchedulerState, pages: SlotPages, leaving: list[int]) ->
     table, size = state.table, state.pool.block_size
     references = np.zeros(pages.pool.size, dtype=np.int32)
     for slot in {*leaving, *state.decoding, *state.prefilling}:
-        held = pages.tables[slot][pages.tables[slot] >= 0]
-        references[held] += 1
+        own_pages = pages.tables[slot][pages.tables[slot] >= 0]
+        references[own_pages] += 1
     assert (references == pages.pool.ref_counts).all(), "page references and tables disagree"
     assert pages.room(overlaps=len(state.in_flight) > 1) >= 0, "slots may run out of pages"
     for slot in (*state.decoding, *state.prefilling):
         current = table.kv_len(slot) // size
-        have = (pages.tables[slot] >= 0).nonzero()[0]
+        boundaries = (pages.tables[slot] >= 0).nonzero()[0]
         pending = [int(s.plan.query_lens[s.plan.slots == slot].sum()) for s in state.in_flight]
         last = min(table.kv_len(slot) + sum(pending), int(table.max_total[slot])) // size
-        assert have.tolist() == sorted(set(have.tolist())) and pages.current[slot] == current
-        assert set(range(max(current, 1), current + 1)) <= set(have.tolist())
-        assert (have >= current).all(), "a passed page is held"
+        assert (
+            boundaries.tolist() == sorted(set(boundaries.tolist()))
+            and pages.current[slot] == current
+        )
+        assert set(range(max(current, 1), current + 1)) <= set(boundaries.tolist())
+        assert (boundaries >= current).all(), "a passed page is held"
         if slot in state.decoding:
-            assert (have <= max(last, current + 1)).all(), "a page is reserved and not released"
+            assert (boundaries <= max(last, current + 1)).all(), (
+                "a page is reserved and not released"
+            )
 
 
 def _check_row(state: SchedulerState, owner: Sequence) -> None:

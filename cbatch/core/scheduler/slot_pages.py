@@ -24,7 +24,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.page_pool import NO_PAGE, PagePool
-from cbatch.core.scheduler.pending_deltas import PendingDeltas
+from cbatch.core.scheduler.plan import PendingDeltas
 from cbatch.core.scheduler.sequence import Sequence
 from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable, runs
 
@@ -62,7 +62,7 @@ class SlotPages:
         self.tables = np.full((slots, max_blocks + 1), NO_PAGE, dtype=np.intp)
         # By slot: the current boundary, and the last one that has a page.
         self.current, self.last = np.zeros((2, slots), dtype=np.intp)
-        # Boundaries to keep beside those by interval: the last one of the tokens known at
+        # Boundaries to keep, in addition to those by interval: the last one of the tokens known at
         # admission, and the one where they leave the cached path.
         self._kept = np.zeros((slots, 2), dtype=np.intp)
         self._extra: list[tuple[int, int]] = []  # slots and boundaries
@@ -190,9 +190,9 @@ class SlotPages:
 
     def _release(self, slot: int, begin: int, end: int) -> None:
         pages = self.tables[slot, begin:end]
-        held = pages[pages != NO_PAGE]
-        if len(held):
-            self.pool.release(held)
+        owned = pages[pages != NO_PAGE]
+        if len(owned):
+            self.pool.release(owned)
             pages[:] = NO_PAGE
             if self._extra:
                 self._extra = [x for x in self._extra if x[0] != slot or not begin <= x[1] < end]
