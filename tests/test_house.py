@@ -30,6 +30,7 @@ LAYERS = {
         "backend drafting transformers_backend",
         "input_batch layers",
         "batch compiled kv_cache sampling",
+        "state_memory",
         "model rank_group",
     ),
     "cbatch/server": ("http", "serving", "protocol"),

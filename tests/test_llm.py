@@ -19,15 +19,35 @@ from tests.text.toy_tokenizers import printable
 PROMPTS = ["def add(a, b):", "class Node", "for x in y", "abc"]
 
 
+# Fields of families with recurrent layers, each before a layer of attention.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5, "conv_L_cache": 3},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    },
+}
+
+
 def write_model(
-    folder: Path, *, layers: int = 2, hidden: int = 32, tokenizer: Tokenizer | None = None
+    folder: Path,
+    *,
+    layers: int = 2,
+    hidden: int = 32,
+    tokenizer: Tokenizer | None = None,
+    hybrid: str | None = None,
 ) -> Path:
-    """Write a directory with a tokenizer and a configuration. The weights are drawn when it is
-    loaded."""
+    """Write a directory with a tokenizer and a configuration, of a family in `HYBRIDS` or like
+    Llama. The weights are drawn when it is loaded."""
     folder.mkdir()
     tokenizer = tokenizer or printable()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": tokenizer.get_vocab_size(),
@@ -44,6 +64,9 @@ def write_model(
         "eos_token_id": 0,
         "torch_dtype": "float32",
     }
+    if hybrid is not None:
+        config |= HYBRIDS[hybrid] | {"model_type": hybrid, "num_hidden_layers": 4, "head_dim": 16}
+        del config["architectures"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -21,8 +21,9 @@ from cbatch.core.speculation.build import parse_lookahead
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.engine.core import EngineCore
 from cbatch.engine.engine import Engine
-from cbatch.engine.info import EngineInfo, describe_engine, total_weight_bytes, weight_bytes
+from cbatch.engine.info import EngineInfo, describe_engine, weight_bytes
 from cbatch.engine.loop import ThreadedExecutor
+from cbatch.engine.memory import cache_sizes
 from cbatch.engine.model_files import (
     ModelFiles,
     backend_of,
@@ -247,18 +248,17 @@ def scheduler_config(
         block_size=options.block_size or default_block_size,
         max_drafts=0 if lookahead.policy == "off" else max(lookahead.k, MAX_PROFILED_DRAFTS),
     )
-    block_bytes = models.kv_block_bytes(largest.block_size)
-    num_blocks = _num_blocks(models, options, largest, block_bytes)
+    sizes = cache_sizes(models, options, largest)
     needed = -(-max_tokens // largest.block_size)
-    if options.max_model_len and num_blocks < needed:
-        memory = mib(needed * block_bytes)
+    if options.max_model_len and sizes.num_blocks < needed:
+        memory = mib(needed * models.kv_block_bytes(largest.block_size))
         raise FieldError(
             "num_blocks" if options.num_blocks is not None else "kv_cache_memory_bytes",
-            f"{num_blocks} blocks cannot hold a sequence of {max_tokens} tokens",
+            f"{sizes.num_blocks} blocks cannot hold a sequence of {max_tokens} tokens",
             f"give {needed} blocks ({memory}) or more, or a smaller max_model_len",
         )
     fields = options.shared_with(SchedulerConfig) | {
-        "num_blocks": num_blocks,
+        **sizes._asdict(),
         "block_size": largest.block_size,
         "max_model_len": max_tokens,
         "max_num_batched_tokens": largest.max_num_batched_tokens,
@@ -277,28 +277,6 @@ def scheduler_config(
         if draft is None
         else min(weight_bytes(draft) / weight_bytes(target, models.num_ranks), 1.0),
     )
-
-
-def _num_blocks(
-    models: LoadedModels, options: EngineOptions, largest: LargestStep, block_bytes: int
-) -> int:
-    """Return `options.num_blocks`, or the number of blocks that fit
-    `options.kv_cache_memory_bytes`. By default return enough blocks for all slots at full length,
-    or fewer if the memory for KV is smaller."""
-    if options.num_blocks is not None:
-        return options.num_blocks
-    if options.kv_cache_memory_bytes is not None:
-        if options.kv_cache_memory_bytes < block_bytes:
-            remedy = f"give at least {block_bytes} bytes ({block_bytes / 2**30:.2g} GiB)"
-            raise FieldError("kv_cache_memory_bytes", "does not hold one block", remedy)
-        return options.kv_cache_memory_bytes // block_bytes
-    full_slots = options.max_num_seqs * -(-largest.max_sequence_tokens // largest.block_size)
-    share = options.gpu_memory_utilization
-    kv_bytes = models.kv_memory_bytes(largest, share, total_weight_bytes(models))
-    if kv_bytes <= 0:
-        problem = f"weights and buffers need more than {share} of the memory"
-        raise FieldError("gpu_memory_utilization", problem, "give a larger share")
-    return max(1, min(full_slots, kv_bytes // block_bytes))
 
 
 def allowed_drafters(config: SchedulerConfig) -> tuple[str, ...]:

@@ -33,11 +33,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weight_bytes: int  # of target and draft, in all ranks
     num_blocks: int
     block_size: int
-    kv_cache_memory_bytes: int
+    kv_cache_memory_bytes: int  # of blocks and state pages
     max_model_len: int
     num_threads: int  # CPU threads of each rank
     ranks: int = 1  # number of tensor-parallel ranks
     code: str = "our own"  # the modelling code in use
+    num_state_pages: int = 0  # of recurrent layers
     sampling_defaults: dict[str, float | int] = {}  # `SamplingParams` fields in the model's files
 
     def lines(self) -> list[str]:
@@ -46,13 +47,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
         lookahead = self.lookahead + drafters
         defaults = ", ".join(f"{name} {value}" for name, value in self.sampling_defaults.items())
         shared = f" in {self.ranks} ranks" if self.ranks > 1 else ""
+        pages = f", {self.num_state_pages} state pages" if self.num_state_pages else ""
         factor = f"{self.ranks} x " if self.ranks > 1 else ""
         return [
             f"model {self.model}{draft}: {self.dtype} on {self.device}{shared}, "
             f"lookahead {lookahead}",
             f"code: {self.code}",
             self.batch_invariance,
-            f"KV: {self.num_blocks} blocks of {self.block_size} tokens, "
+            f"KV: {self.num_blocks} blocks of {self.block_size} tokens{pages}, "
             f"{mib(self.kv_cache_memory_bytes)}; {self._context()}",
             f"weights: {mib(self.weight_bytes)}; "
             f"engine threads: {factor}{self.num_threads} of {os.cpu_count()}",
@@ -83,6 +85,7 @@ def describe_engine(
     import torch
 
     target, ranks = models.target, models.num_ranks
+    page_bytes = models.state_bytes(config.block_size, 0)[0]
     return EngineInfo(
         model=str(model),
         draft=None if draft is None else str(draft),
@@ -97,7 +100,9 @@ def describe_engine(
         weight_bytes=total_weight_bytes(models),
         num_blocks=config.num_blocks,
         block_size=config.block_size,
-        kv_cache_memory_bytes=config.num_blocks * models.kv_block_bytes(config.block_size),
+        kv_cache_memory_bytes=config.num_blocks * models.kv_block_bytes(config.block_size)
+        + config.num_state_pages * page_bytes,
+        num_state_pages=config.num_state_pages,
         max_model_len=config.max_model_len,
         num_threads=torch.get_num_threads(),
         ranks=ranks,

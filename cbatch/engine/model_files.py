@@ -203,7 +203,7 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
         return "own"
     if requested != "transformers":
         try:
-            return _own_impl(path, options)
+            return _own_impl(path, options, draft=draft)
         except UnsupportedModelError as error:
             if requested == "own":
                 raise
@@ -220,8 +220,11 @@ def choose_impl(path: Path, options: EngineOptions, *, draft: bool = False) -> I
     return "transformers"
 
 
-def _own_impl(path: Path, options: EngineOptions) -> Impl:
+def _own_impl(path: Path, options: EngineOptions, *, draft: bool) -> Impl:
     config = load_config(path)
+    if draft and config.recurrent:
+        remedy = "give another draft, or drafter ngram or suffix"
+        raise FieldError("draft", f"{path}: recurrent layers are not supported in a draft", remedy)
     if config.plain:
         return "own"
     backend = backend_of("cpu" if options.device == "auto" else options.device)

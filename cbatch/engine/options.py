@@ -59,6 +59,9 @@ kv_cache_memory_bytes | BYTES | memory for the KV cache, as 4G
 gpu_memory_utilization | SHARE | maximum share of a device's memory
 kv_cache_dtype | | dtype of keys and values; auto: the model's; fp8: on GPUs that support it
 block_size default="64 on a GPU, else 16" | TOKENS | tokens per KV block
+num_state_pages default="as memory allows" | N | number of pages for the states of recurrent layers
+state_interval default="as memory allows" | BLOCKS | distance between two points of a cached \
+prefix from which recurrent layers can continue
 max_model_len default="the model's" | TOKENS | maximum length of a sequence
 max_num_batched_tokens | TOKENS | maximum number of tokens in a step
 prompt_share | SHARE | prompt throughput while sequences decode, as a share of the highest; less \
@@ -111,6 +114,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpu_memory_utilization: Annotated[Share | None, _KNOB["gpu_memory_utilization"]] = None
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3"], _KNOB["kv_cache_dtype"]] = "auto"
     block_size: Annotated[int | None, _KNOB["block_size"]] = None
+    num_state_pages: Annotated[int | None, _KNOB["num_state_pages"]] = None
+    state_interval: Annotated[int | None, _KNOB["state_interval"]] = None
     max_model_len: Annotated[int | None, _KNOB["max_model_len"]] = None
     max_num_batched_tokens: Annotated[int, _KNOB["max_num_batched_tokens"]] = 1024
     prompt_share: Annotated[float | None, _KNOB["prompt_share"]] = None
@@ -131,8 +136,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         convert_fields(self)
         if self.dtype == "float":  # as in vLLM
             msgspec.structs.force_setattr(self, "dtype", "float32")
-        counts = "num_blocks kv_cache_memory_bytes max_model_len threads tensor_parallel_size"
-        for field in counts.split():
+        counts = "num_blocks kv_cache_memory_bytes num_state_pages state_interval max_model_len"
+        for field in (*counts.split(), "threads", "tensor_parallel_size"):
             value = getattr(self, field)
             if isinstance(value, int) and value < 1:
                 raise FieldError(field, f"{value!r} is not allowed", "give 1 or more, or leave out")

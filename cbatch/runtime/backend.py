@@ -101,6 +101,11 @@ class LoadedModels(Protocol):
         """Return the bytes of a block of `block_size` tokens, summed over all ranks."""
         ...
 
+    def state_bytes(self, block_size: int, max_drafts: int) -> tuple[int, int]:
+        """Return the bytes of a state page, and of what the tokens of one slot add to a state; 0
+        without recurrent layers."""
+        ...
+
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
         """Return the memory for KV in bytes: a `share` of the device's memory minus weights and
         buffers of the `step`; None: a default. Raises `FieldError` if no memory is left for KV."""

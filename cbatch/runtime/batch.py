@@ -12,6 +12,7 @@ PASS_ERRORS = {  # by the status of a pass that is refused
     1: "tokens: an id is not in the vocabulary",
     2: "block_tables: too short for the context, or with a block that is not in the cache",
     3: "logits_index: a row that is not in the batch",
+    4: "state_tables: without the page of a boundary, or with a page or slot that is not there",
 }
 
 
@@ -24,6 +25,12 @@ class RaggedBatch:
     block index (entries beyond the context are not read). logits_index: int64 [N], the rows whose
     logits are computed. After the pass, K and V of all `context_lens[b]` positions are in the
     cache.
+
+    state_tables: int32 [B, boundaries + 1], for models with recurrent layers: entry j is the page
+    for their state after j blocks; -1: none. The pass reads the entry of the last boundary at or
+    before its first position, unless that is 0: then the state is zero. It writes each later entry
+    that its tokens reach. Other entries may be outdated. state_slots: int32 [B], the slot of each
+    sequence, which keeps what its tokens since a boundary add to the state.
     """
 
     tokens: Tensor
@@ -32,3 +39,5 @@ class RaggedBatch:
     context_lens: NDArray[np.int32]
     block_tables: NDArray[np.int32]
     logits_index: Tensor
+    state_tables: NDArray[np.int32] | None = None
+    state_slots: NDArray[np.int32] | None = None

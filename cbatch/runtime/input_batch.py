@@ -16,13 +16,16 @@ from cbatch.runtime.sampling.logprobs import LogprobRequests
 from cbatch.runtime.sampling.rejection_sampler import NoiseRows
 from cbatch.runtime.sampling.structured import GrammarSource
 
+NO_PAGE = -1
+
 
 class InputBatch:
     """Struct of arrays over slots, updated by the deltas of each plan.
 
     `tokens[s, :num_tokens[s]]` are known. The columns after them are scratch space, e.g. for the
     drafts of the current step. `kv_len` counts valid target positions. A row of `blocks` has block
-    ids by absolute block index. `failed` is the error (RowStatus) that ended a slot, or 0; a failed
+    ids by absolute block index. A row of `states`, with recurrent layers, has the state page of
+    each block boundary, or -1. `failed` is the error (RowStatus) that ended a slot, or 0; a failed
     slot computes nothing more. Exactly one of three flags says how the drafts of a slot are
     verified: `greedy`, `coupled`, or `rejects` (rejection sampling).
     """
@@ -33,6 +36,8 @@ class InputBatch:
         block_size: int,
         vocab_size: int,
         grammars: GrammarSource | None = None,
+        *,
+        recurrent: bool = False,
     ) -> None:
         self._grammars = grammars
         self.max_num_seqs = max_num_seqs
@@ -40,6 +45,7 @@ class InputBatch:
         self.vocab_size = vocab_size
         self.tokens = np.zeros((max_num_seqs, 0), dtype=np.int64)
         self.blocks = np.zeros((max_num_seqs, 0), dtype=np.int32)
+        self.states = np.zeros((max_num_seqs, 0), dtype=np.int32) if recurrent else None
         self.clear()
 
     def clear(self) -> None:
@@ -67,6 +73,13 @@ class InputBatch:
         self.blocks = _widened(self.blocks, int(deltas.append_indices.max()) + 1)
         self.blocks[deltas.append_slots, deltas.append_indices] = deltas.append_blocks
 
+    def add_state_pages(self, deltas: Deltas) -> None:
+        """Set the state pages that the deltas give to slots; there must be at least one."""
+        slots, boundaries, pages = deltas.state_pages
+        assert self.states is not None
+        self.states = _widened(self.states, int(boundaries.max()) + 1, fill=NO_PAGE)
+        self.states[slots, boundaries] = pages
+
     def admit(self, a: NewSequence) -> None:
         """Fill a slot, replacing its old contents. Raises ValueError for an invalid admission."""
         slot, n = a.slot, len(a.tokens)
@@ -79,6 +92,11 @@ class InputBatch:
         self.blocks = _widened(self.blocks, len(a.blocks))
         self.tokens[slot, :n] = a.tokens
         self.blocks[slot, : len(a.blocks)] = a.blocks
+        if self.states is not None:
+            boundary = a.kv_len_tokens // self.block_size
+            self.states = _widened(self.states, boundary + 1, fill=NO_PAGE)
+            self.states[slot] = NO_PAGE
+            self.states[slot, boundary] = NO_PAGE if a.state_page is None else a.state_page
         self.release(slot)
         self.generation[slot] = a.generation
         self.num_tokens[slot], self.kv_len[slot] = n, a.kv_len_tokens
@@ -109,6 +127,17 @@ class InputBatch:
         width = -(-context_tokens // self.block_size)
         return self.blocks[:, :width].take(slots, axis=0)
 
+    def state_rows(
+        self, slots: NDArray[np.integer], context_tokens: int
+    ) -> NDArray[np.int32] | None:
+        """Return the state pages of `slots` at the boundaries of `context_tokens` positions, int32
+        [R, boundaries + 1]; None without recurrent layers."""
+        if self.states is None:
+            return None
+        width = context_tokens // self.block_size + 1
+        self.states = _widened(self.states, width, fill=NO_PAGE)
+        return self.states[:, :width].take(slots, axis=0)
+
     def ragged(
         self,
         slots: NDArray[np.integer],
@@ -131,13 +160,16 @@ class InputBatch:
         index = iota(total_logits)
         if total_logits < total:  # row = index among logits + earlier rows without logits
             index = index + (ends - logit_ends).repeat(num_logits)
+        longest = int(np.maximum.reduce(contexts))
         return RaggedBatch(
             torch.from_numpy(self.tokens[row_slots, positions]),
             torch.from_numpy(positions),
             query_lens.astype(np.int32),
             contexts.astype(np.int32),
-            self.block_rows(slots, int(np.maximum.reduce(contexts))),
+            self.block_rows(slots, longest),
             torch.from_numpy(index),
+            self.state_rows(slots, longest),
+            None if self.states is None else slots.astype(np.int32),
         )
 
     def filters(self, slots: NDArray[np.integer]) -> Filters:
@@ -156,6 +188,8 @@ class InputBatch:
         return NoiseRows(*map(torch.from_numpy, coordinates))
 
 
-def _widened(array: NDArray[np.generic], width: int) -> NDArray[np.generic]:
+def _widened(array: NDArray[np.generic], width: int, fill: int = 0) -> NDArray[np.generic]:
     size = array.shape[1]
-    return array if width <= size else np.pad(array, ((0, 0), (0, max(width - size, size))))
+    if width <= size:
+        return array
+    return np.pad(array, ((0, 0), (0, max(width - size, size))), constant_values=fill)

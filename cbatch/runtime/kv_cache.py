@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.records import Attention
+from cbatch.runtime.model.records import Attention, Recurrence
+from cbatch.runtime.state_memory import StateMemory
 from cbatch.system.pages import zeros_populated_in_background
 
 _ALIGNMENT_BYTES = 64
@@ -39,18 +40,27 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        num_pages: int = 0,
+        num_slots: int = 1,
+        max_drafts: int = 0,
     ) -> None:
+        """Allocate blocks, and for a model with recurrent layers also `num_pages` state pages and
+        the entries of `num_slots` slots (see `StateMemory`)."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"num_blocks and block_size must be positive, got {num_blocks} and {block_size}"
             )
         self.num_blocks, self.block_size = num_blocks, block_size
         self.scratch_block = num_blocks
+        self.state: StateMemory | None = None
+        if config.recurrent:
+            self.state = StateMemory(config, block_size, num_pages, num_slots, max_drafts)
         place, mixers = torch.device(device), [layer.mixer for layer in config.layers]
         # Zeroed, not empty: positions never written are masked, but they must be finite.
-        shapes = {(mixer.kv_heads, mixer.key_dim, mixer.value_dim) for mixer in mixers}
+        attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+        shapes = {(mixer.kv_heads, mixer.key_dim, mixer.value_dim) for mixer in attention}
         heads, dim, value_dim = shapes.pop() if shapes else (0, 0, 0)
-        if shapes or dim != value_dim:
+        if config.recurrent or shapes or dim != value_dim:
             self.block_rows = _layers(mixers, num_blocks + 1, block_size, dtype, place)
             self.address = self._address_layers()
             return
@@ -75,6 +85,8 @@ class KVCache:
         if ids.min() < 0 or ids.max() >= self.num_blocks:
             raise ValueError(f"block ids must lie in 0..{self.num_blocks - 1}, got {ids.tolist()}")
         for layer in self.block_rows:
+            if not layer.numel():
+                continue
             index = torch.from_numpy(ids).to(layer.device)
             bits = layer.view(torch.uint8) if layer.itemsize == 1 else layer
             bits.view(-1, self.num_blocks + 1, bits.shape[1]).index_fill_(1, index, 0)
@@ -87,18 +99,19 @@ class KVCache:
 
 
 def _layers(
-    mixers: Sequence[Attention],
+    mixers: Sequence[Attention | Recurrence],
     blocks: int,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
+    heads = [mixer.kv_heads if isinstance(mixer, Attention) else 0 for mixer in mixers]
     widths = [block_size * (mixer.key_dim + mixer.value_dim) for mixer in mixers]
-    counts = [each.kv_heads * blocks * width for each, width in zip(mixers, widths, strict=True)]
+    counts = [each * blocks * width for each, width in zip(heads, widths, strict=True)]
     steps = [-(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for count in counts]
     parts = _zeros((sum(steps),), dtype, device).split(steps)
     return [
-        part[:count].view(-1, width)
+        part[:count].view(count // width, width)
         for part, count, width in zip(parts, counts, widths, strict=True)
     ]
 

@@ -6,11 +6,20 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.records import Attention, Experts, FeedForward, LayerRecord, Norm
+from cbatch.runtime.model.records import (
+    Attention,
+    Experts,
+    FeedForward,
+    LayerRecord,
+    Norm,
+    Recurrence,
+    padded,
+)
 from cbatch.runtime.model.rope import interleave_halves
 from cbatch.runtime.model.weight_files import WeightSource
 
@@ -19,14 +28,28 @@ _XIELU_BETA = 0.5  # where a checkpoint lacks it
 P = TypeVar("P")  # a device's product with constant weights
 
 
+class RecurrenceWeights(NamedTuple):
+    """The weights of a `Recurrence` except its products, fp32. `decay` is -exp(A_log), `skip` is
+    Mamba's D. `norm` is [value_dim], or of a scan [inner]."""
+
+    conv: Tensor  # [kernel, padded channels]
+    conv_bias: Tensor | None = None
+    decay: Tensor | None = None
+    step_bias: Tensor | None = None
+    skip: Tensor | None = None
+    norm: Tensor | None = None
+
+
 @dataclass
 class Layer(Generic[P]):
     """The weights of one decoder layer.
 
     `qk_weight` is [group + 1, head_dim], q rows then k, or [kv_heads, group + 1, head_dim] if all
     heads are normed together. Norm weights are fp32, multiplied by sqrt(n). With `experts`,
-    `gate_up` is the router, and `router_norm` the norm before the router and the experts. `xielu`
-    has the activation's factors for x^2 above 0, for e^x - 1 - x below, and for x; fp32.
+    `gate_up` is the router, and `router_norm` the norm before the router and the experts;
+    `router_bias` is added to sigmoids when experts are chosen. Of a recurrent layer, `qkv` is the
+    projection before the convolution. `xielu` has the activation's factors for x^2 above 0, for
+    e^x - 1 - x below, and for x; fp32.
     """
 
     record: LayerRecord
@@ -41,10 +64,12 @@ class Layer(Generic[P]):
     experts: Any = None
     router_norm: Tensor | None = None
     xielu: Tensor | None = None
+    router_bias: Tensor | None = None
+    recurrence: RecurrenceWeights | None = None
 
     def products(self) -> tuple[P, ...]:
-        linears = self.qkv, self.out, self.gate_up
-        return linears if self.down is None else (*linears, self.down)
+        linears = self.qkv, self.out, self.gate_up, self.down
+        return tuple(linear for linear in linears if linear is not None)
 
 
 class PairWeights(NamedTuple):
@@ -119,6 +144,15 @@ class LayerBuilder(Generic[P]):
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         return self._linear(weight, _full_bias(weight, bias, shift), in_scale)
 
+    def _stacked(self, rows: dict[str, int], bias: Tensor | None, in_scale: Tensor | None) -> P:
+        """Return one product of the named tensors, which have these numbers of rows."""
+        stored = self._as_stored([*rows], bias, in_scale)
+        if stored is not None:
+            return stored
+        hidden = self.config.hidden_size
+        weight = torch.cat([self._get(name, count, hidden) for name, count in rows.items()])
+        return self._linear(weight, bias, in_scale)
+
     def _linear(self, weight: Tensor, bias: Tensor | None, in_scale: Tensor | None) -> P:
         raise NotImplementedError
 
@@ -135,7 +169,7 @@ class LayerBuilder(Generic[P]):
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> P:
         """Return the QKV product, rows [kv_heads, (group + 1) * key_dim + value_dim]: queries, key
-        and value of each KV head."""
+        and value of each KV head, and the gates of its queries."""
         bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         weight = self._heads(attention, m, "qkv", "weight", self.config.hidden_size)
         return self._linear(weight, _full_bias(weight, bias, shift), norm)
@@ -164,29 +198,71 @@ class LayerBuilder(Generic[P]):
         return self._get(f"{place}.{norm.name}.bias", self.config.hidden_size)
 
     def _layer(self, name: str, record: LayerRecord) -> Layer[P]:
-        m, f, hidden = record.mixer, record.feed_forward, self.config.hidden_size
-        assert f is not None
+        m, f = record.mixer, record.feed_forward
         _require_supported(m, f)
-        attention, mlp, width = f"{name}.self_attn", f"{name}.mlp", m.heads * m.value_dim
-        sinks = self._get(f"{attention}.sinks", m.heads).float() if m.sinks else None
-        bias = self._get(f"{attention}.o_proj.bias", hidden) if m.out_bias else None
-        qkv = self._qkv(attention, m, self._norm(name, m.norm), self._shift(name, m.norm))
-        out = self._product([f"{attention}.o_proj.weight"], (hidden, width), bias, None)
-        norm = self._norm(name, f.norm)
+        mlp = f"{name}.mlp"
+        if isinstance(m, Recurrence):
+            mixer = self._recurrence(f"{name}.linear_attn", m, self._norm(name, m.norm))
+        else:
+            mixer = self._attention(name, m)
+        norm = None if f is None else self._norm(name, f.norm)
+        feed_forward: dict[str, Any] = {"gate_up": None, "down": None}
         if isinstance(f, Experts):
             feed_forward = self._moe_fields(mlp, f, norm)
-        else:
+        elif f is not None:
             feed_forward = self._feed_forward(mlp, f, norm, self._shift(name, f.norm))
         return Layer(
             record=record,
-            qkv=qkv,
-            qk_weight=self._qk_weight(attention, m),
-            out=out,
             after_attention=self._norm(name, m.out_norm),
-            after_forward=self._norm(name, f.out_norm),
-            sinks=sinks,
+            after_forward=None if f is None else self._norm(name, f.out_norm),
+            **mixer,
             **feed_forward,
         )
+
+    def _attention(self, name: str, m: Attention) -> dict[str, Any]:
+        attention, hidden = f"{name}.self_attn", self.config.hidden_size
+        sinks = self._get(f"{attention}.sinks", m.heads).float() if m.sinks else None
+        bias = self._get(f"{attention}.o_proj.bias", hidden) if m.out_bias else None
+        names, shape = [f"{attention}.o_proj.weight"], (hidden, m.heads * m.value_dim)
+        return {
+            "qkv": self._qkv(attention, m, self._norm(name, m.norm), self._shift(name, m.norm)),
+            "qk_weight": self._qk_weight(attention, m),
+            "out": self._product(names, shape, bias, None),
+            "sinks": sinks,
+        }
+
+    def _recurrence(self, name: str, m: Recurrence, norm: Tensor | None) -> dict[str, Any]:
+        hidden, channels = self.config.hidden_size, m.channels
+        parts = {"in_proj": m.row_width}
+        if m.rule == "delta":
+            parts = {"in_proj_qkv": channels, "in_proj_z": m.inner}
+            parts |= {"in_proj_b": m.heads, "in_proj_a": m.heads}
+        bias = self._get(f"{name}.in_proj.bias", m.row_width) if m.bias else None
+        out_bias = self._get(f"{name}.out_proj.bias", hidden) if m.out_bias else None
+        weights = {f"{name}.{part}.weight": rows for part, rows in parts.items()}
+        conv = self._get(f"{name}.conv1d.weight", channels, 1, m.kernel).float()[:, 0].T
+        padding = 0, padded(channels) - channels
+        of_heads, norm_weight = {}, None
+        if m.key_dim:
+            of_heads["decay"] = -self._get(f"{name}.A_log", m.heads).float().exp()
+            of_heads["step_bias"] = self._get(f"{name}.dt_bias", m.heads).float()
+        if m.rule == "scan":
+            of_heads["skip"] = self._get(f"{name}.D", m.heads).float()
+        if m.norm_eps:
+            width = m.inner if m.rule == "scan" else m.value_dim
+            norm_weight = self._get(f"{name}.norm.weight", width).float()
+        conv_bias = None
+        if m.conv_bias:
+            conv_bias = F.pad(self._get(f"{name}.conv1d.bias", channels).float(), padding)
+        shape = hidden, m.inner
+        return {
+            "qkv": self._stacked(weights, bias, norm),
+            "qk_weight": None,
+            "out": self._product([f"{name}.out_proj.weight"], shape, out_bias, None),
+            "recurrence": RecurrenceWeights(
+                F.pad(conv, padding).contiguous(), conv_bias, norm=norm_weight, **of_heads
+            ),
+        }
 
     def _feed_forward(
         self, mlp: str, f: FeedForward, in_scale: Tensor | None, shift: Tensor | None
@@ -213,16 +289,19 @@ class LayerBuilder(Generic[P]):
         self, attention: str, m: Attention, letters: str, kind: str, *columns: int
     ) -> Tensor:
         """Return the named projections with the rows of each KV head adjacent: [out, columns]."""
-        parts = []
+        parts, gates = [], []
         for letter in letters:
-            rows = m.kv_heads * m.value_dim
+            rows, gated = m.kv_heads * m.value_dim, letter == "q" and m.gate
             if letter != "v":
                 rows = (m.heads if letter == "q" else m.kv_heads) * m.key_dim
-            part = self._get(f"{attention}.{letter}_proj.{kind}", rows, *columns)
+            part = self._get(f"{attention}.{letter}_proj.{kind}", rows * (1 + gated), *columns)
+            if gated:
+                part, gate = part.unflatten(0, (m.heads, 2, -1)).unbind(1)
+                part, gates = part.flatten(0, 1), [gate.reshape(m.kv_heads, -1, *columns)]
             if letter != "v":
                 part = interleave_halves(part, m.rope, m.key_dim)
             parts.append(part.view(m.kv_heads, -1, *columns))
-        return torch.cat(parts, dim=1).flatten(0, 1)
+        return torch.cat(parts + gates, dim=1).flatten(0, 1)
 
     def _qk_weight(self, attention: str, m: Attention) -> Tensor | None:
         if m.qk_norm is None:
@@ -242,15 +321,19 @@ class LayerBuilder(Generic[P]):
         return torch.cat(weights, dim=1).contiguous()
 
 
-def _require_supported(m: Attention, f: FeedForward | Experts) -> None:
+def _require_supported(m: Attention | Recurrence, f: FeedForward | Experts | None) -> None:
     """Assert that no field is set that no device computes."""
-    unbiased = [m.out_norm, f.out_norm, m.qk_norm]
+    unbiased = [m.out_norm, None if f is None else f.out_norm]
+    if isinstance(m, Recurrence):
+        unbiased.append(m.norm)
+    else:
+        unbiased.append(m.qk_norm)
+        assert m.qk_norm is None or (m.qk_norm.has_weight and not m.qk_norm.centred)
     if isinstance(f, Experts):
         unbiased.append(f.norm)
     assert not any(norm is not None and norm.has_bias for norm in unbiased)
-    assert m.qk_norm is None or (m.qk_norm.has_weight and not m.qk_norm.centred)
-    assert f.activation != "clamped" or isinstance(f, Experts)
-    assert f.activation != "xielu" or isinstance(f, FeedForward)
+    assert f is None or f.activation != "clamped" or isinstance(f, Experts)
+    assert f is None or f.activation != "xielu" or isinstance(f, FeedForward)
 
 
 def _full_bias(weight: Tensor, bias: Tensor | None, shift: Tensor | None) -> Tensor | None:

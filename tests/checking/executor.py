@@ -24,10 +24,11 @@ from sim.cost.base import CostModel
 from tests.checking.clock import VirtualClock
 from tests.checking.cost import LinearCost
 from tests.checking.drafting import DraftingModel, expected_accepted, forget
-from tests.checking.kv import ContractBreachError, ShadowKV
+from tests.checking.kv import POISON, ContractBreachError, ShadowKV
 from tests.checking.language import next_token
 from tests.checking.models import Acceptance, ModelledAcceptance
 from tests.checking.slots import CheckedSlot, RowState, require
+from tests.checking.states import WRONG, ShadowStates
 
 
 class ScriptedFault(RuntimeError):  # noqa: N818 - a fault, as the engine calls it
@@ -79,6 +80,7 @@ class SimExecutor:
         acceptance: Acceptance | None = None,
         cost: CostModel | None = None,
         faults: Faults | None = None,
+        num_state_pages: int = 0,
         draft_context_tokens: int | None = None,
         drafter: tuple[str, ...] = (MODEL,),
         coverage: float = 0.6,
@@ -97,6 +99,7 @@ class SimExecutor:
         self._generations: list[int | None] = [None] * max_num_seqs
         self._target_kv = ShadowKV("target", num_blocks, block_size)
         self._draft_kv = ShadowKV("draft", num_blocks, block_size)
+        self._states = ShadowStates(num_state_pages, block_size)
         self._drafting = DraftingModel(self._draft_kv, drafter, draft_context_tokens, coverage)
         self._in_flight: deque[tuple[StepResult | Exception, float]] = deque()
         self._busy_until_s = self._clock()
@@ -111,6 +114,7 @@ class SimExecutor:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             vocab_size=config.vocab_size,
+            num_state_pages=config.num_state_pages,
             draft_context_tokens=config.draft_context_tokens,
             drafter=config.default_chain,
             **more,
@@ -152,6 +156,7 @@ class SimExecutor:
         self._generations = [None] * len(self._slots)
         self._target_kv.clear()
         self._draft_kv.clear()
+        self._states.clear()
         self._needs_reset = False
         self._expects_snapshot = True
         self.stats.num_resets += 1
@@ -179,6 +184,8 @@ class SimExecutor:
         ):
             require(0 <= block < self._num_blocks, f"block {block} does not exist")
             self._occupied(slot).set_block(index, block)
+        for slot, boundary, page in deltas.state_pages.T.tolist():
+            self._states.give(self._occupied(slot), boundary, page)
 
     def _admit(self, admission: NewSequence) -> None:
         a = admission
@@ -199,6 +206,7 @@ class SimExecutor:
         )
         slot = CheckedSlot(a)
         self._drafting.admit(slot)
+        self._states.admit(slot)
         self._target_kv.check_read(slot.label, slot.blocks, slot.hashes[: a.kv_len_tokens])
         self._draft_kv.check_read(slot.label, slot.blocks, slot.hashes[: a.draft_kv_len_tokens])
         self._slots[a.slot] = slot
@@ -232,6 +240,7 @@ class SimExecutor:
             if not slot.failed:
                 known = slot.hashes[: slot.kv_len_tokens]
                 self._target_kv.check_read(slot.label, slot.blocks, known)
+                self._states.check_read(slot)
         kinds = {row.wants_logits and row.query_len == 1 + row.num_drafts for row in rows}
         self.stats.num_mixed_steps += len(kinds) == 2
         return self._result(plan, rows)
@@ -277,6 +286,7 @@ class SimExecutor:
         )
         self._target_kv.check_finite(slot.label, slot.blocks[:num_blocks])
         self._target_kv.check_read(slot.label, slot.blocks, slot.hashes[: slot.kv_len_tokens])
+        self._states.check_read(slot)
         if row.num_drafts or row.catch_up:
             known = slot.hashes[: slot.draft_kv_len_tokens]
             self._draft_kv.check_read(slot.label, slot.blocks, known)
@@ -308,6 +318,8 @@ class SimExecutor:
         elif self._emits(row, self._faults.non_finite_at.get(slot.admission.request_id)):
             stop = slot.kv_len_tokens + row.query_len
             self._target_kv.poison(slot.blocks, slot.kv_len_tokens, stop)
+            poison = np.full(row.query_len, POISON, np.uint64)
+            self._states.write(slot, slot.kv_len_tokens, poison)
             row.status = RowStatus.NON_FINITE
             row.num_drafts = 0
             slot.failed = True
@@ -330,6 +342,7 @@ class SimExecutor:
         self._target_kv.write(
             slot.blocks, slot.kv_len_tokens, slot.hashes[slot.kv_len_tokens : stop]
         )
+        self._states.write(slot, slot.kv_len_tokens, slot.hashes[slot.kv_len_tokens : stop])
         slot.kv_len_tokens = stop
 
     def _decode(self, row: RowState) -> None:
@@ -374,9 +387,10 @@ class SimExecutor:
         one, dead data after it."""
         slot = row.slot
         k, accepted = row.num_drafts, row.num_accepted
-        hashes = np.full(k, 2, np.uint64)  # 2: no prefix has this hash
+        hashes = np.full(k, WRONG, np.uint64)
         hashes[:accepted] = slot.hashes[known_tokens : known_tokens + accepted]
         self._target_kv.write(slot.blocks, known_tokens, hashes)
+        self._states.write(slot, known_tokens, hashes)
         self.stats.catch_up_tokens += self._drafting.write(row, known_tokens, hashes)
         assert row.drafter is not None
         self.stats.rows_by_drafter[row.drafter] += 1

@@ -6,6 +6,7 @@ import numpy as np
 
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.core.scheduler.sequence import Sequence
+from cbatch.core.scheduler.slot_pages import SlotPages
 from cbatch.core.scheduler.state import SchedulerState
 
 
@@ -19,6 +20,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for slot in [*leaving, *(owner.slot for owner in running if owner.slot is not None)]:
         references[state.block_row(slot)] += 1
     assert (references == state.pool.ref_counts).all(), "references and tables disagree"
+    if state.pages is not None:
+        _check_pages(state, state.pages, leaving)
     slots = sorted([*state.prefilling, *state.decoding])
     assert slots == sorted(owner.slot for owner in running if owner.slot is not None)
     assert len(slots) + len(leaving) + table.num_free == scheduler.config.max_num_seqs
@@ -26,6 +29,31 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for owner in running:
         _check_row(state, owner)
     _check_batch(state)
+
+
+def _check_pages(state: SchedulerState, pages: SlotPages, leaving: list[int]) -> None:
+    """Check the references of state pages, and that each row has those it needs and no others."""
+    table, size, in_flight = state.table, state.pool.block_size, state.in_flight
+    references = np.zeros(pages.pool.size, dtype=np.int32)
+    for slot in {*leaving, *state.decoding, *state.prefilling}:
+        own_pages = pages.tables[slot][pages.tables[slot] >= 0]
+        references[own_pages] += 1
+    assert (references == pages.pool.ref_counts).all(), "page references and tables disagree"
+    assert pages.room(overlaps=len(in_flight) > 1) >= 0, "slots may run out of pages"
+    for slot in (*state.decoding, *state.prefilling):
+        current = table.kv_len(slot) // size
+        boundaries = (pages.tables[slot] >= 0).nonzero()[0].tolist()
+        assert pages.current[slot] == current
+        assert not boundaries or boundaries[0] >= max(current, 1), (
+            "a passed page is still the slot's"
+        )
+        assert not current or boundaries[0] == current, "the state to continue from has no page"
+        if slot in state.decoding:
+            pending = [step.plan.query_lens[step.plan.slots == slot].sum() for step in in_flight]
+            reached = table.kv_len(slot) + int(sum(pending))
+            last = min(reached, int(table.max_total[slot])) // size
+            assert boundaries[-1:] <= [max(last, current + 1)], "a page is reserved and unused"
+            assert not last or boundaries[-1] >= last, "a plan in flight has no page"
 
 
 def _check_row(state: SchedulerState, owner: Sequence) -> None:

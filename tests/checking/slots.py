@@ -32,6 +32,7 @@ class CheckedSlot:
         self.kv_len_tokens = a.kv_len_tokens
         self.draft_kv_len_tokens = a.draft_kv_len_tokens
         self.blocks = np.asarray(a.blocks, np.int32)
+        self.states: dict[int, int] = {}  # state page by block boundary
         self.failed = False
         self.draft_was_reset = False
         self.chain: tuple[str, ...] = ()  # filled by the drafters

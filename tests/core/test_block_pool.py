@@ -8,7 +8,8 @@ from collections import Counter
 
 import numpy as np
 
-from cbatch.core.scheduler.block_pool import ROOT, BlockPool, EvictionQueue, Match, Node, root_of
+from cbatch.core.scheduler.block_pool import ROOT, BlockPool, Match, Node, root_of
+from cbatch.core.scheduler.caching_pool import EvictionQueue
 
 SIZE = 4
 ROOTS = (ROOT, root_of("a"), root_of("b"))

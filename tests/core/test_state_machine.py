@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from cbatch.core.request.errors import RefusedError
 from cbatch.core.request.request import FinishReason
 from cbatch.core.scheduler.config import SchedulerConfig
+from cbatch.core.scheduler.slot_pages import pages_per_slot
 from cbatch.core.speculation.config import LookaheadConfig
 from tests.checking.executor import Faults
 from tests.checking.invariants import check_scheduler
@@ -38,9 +39,13 @@ def configs(draw):
     if draft_context is not None:
         chains += [("suffix", "model"), ("model", "ngram")]
     enable_prefix_caching = draw(st.booleans())
+    block_size, k = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    pages = pages_per_slot(k, block_size)  # of one sequence; a state page more or less matters
     return SchedulerConfig(
+        num_state_pages=draw(st.sampled_from([0, pages, 3 * pages, 60, 60])),
+        state_interval=draw(st.integers(1, 5)),
         num_blocks=draw(st.one_of(st.integers(2, 12), st.just(40))),
-        block_size=draw(st.integers(1, 6)),
+        block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_model_len=draw(st.integers(8, 64)),
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 40)),
@@ -53,7 +58,7 @@ def configs(draw):
         decode_reserve_tokens=draw(st.integers(1, 8)),
         draft_context_tokens=draft_context,
         drafter=draw(st.sampled_from(chains)),
-        lookahead=LookaheadConfig(policy=policy, k=draw(st.integers(1, 6))),
+        lookahead=LookaheadConfig(policy=policy, k=k),
     )
 
 
@@ -219,6 +224,15 @@ class Serving(RuleBasedStateMachine):
             ("rows drafted by the model", executor.rows_by_drafter["model"]),
             ("rows drafted by a lookup", executor.rows_by_drafter["suffix"]),
             ("kv events", sum(world.follower.num_events.values())),
+            ("state pages", sum(plan.deltas.state_pages.shape[1] for plan in world.plans)),
+            (
+                "hits with a page",
+                sum(
+                    new.state_page is not None
+                    for plan in world.plans
+                    for new in plan.deltas.new_sequences
+                ),
+            ),
             ("zeroed blocks", sum(len(plan.deltas.zeroed_blocks) for plan in world.plans)),
         ):
             HAPPENED[prefix + what] += count
@@ -258,6 +272,8 @@ def test_everything_happened():
             "rows drafted by the model",
             "rows drafted by a lookup",
             "zeroed blocks",
+            "state pages",
+            "hits with a page",
             "kv events",
             *(reason.value for reason in FinishReason),
         ):

@@ -241,6 +241,8 @@ def run_engine(
         if drafting is None and draft is not None:
             drafting = DraftModel(draft)
         sizes = {"block_size": block_size, "max_num_seqs": max_num_seqs}
+        if config.num_state_pages:
+            sizes |= {"num_state_pages": config.num_state_pages, "max_drafts": config.lookahead.k}
         executor = kind(target, drafter=drafting, grammars=grammars, num_blocks=num_blocks, **sizes)
     threaded = ThreadedExecutor(executor)
     overlapped = executor if hasattr(executor, "submit") else threaded

@@ -16,6 +16,7 @@ from torch import Tensor
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.state_memory import pages_of_blocks
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -103,19 +104,19 @@ def tokens_of(seed: int, length: int, vocab_size: int = SHAPE["vocab_size"]) -> 
 
 
 class PagedSequence:
-    """A sequence's tokens, its progress and its blocks."""
+    """A sequence's tokens, its progress, its blocks and the slot of its states."""
 
-    def __init__(self, tokens: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
-        self.tokens, self.blocks, self.done = tokens, blocks, 0
+    def __init__(self, tokens: NDArray[np.int64], blocks: NDArray[np.int32], slot: int = 0) -> None:
+        self.tokens, self.blocks, self.done, self.slot = tokens, blocks, 0, slot
 
 
 def paged(kv: KVCache, sequences: list[NDArray[np.int64]], seed: int = 0) -> list[PagedSequence]:
     """Return sequences with blocks of `kv` in random order."""
     free = np.random.default_rng(seed).permutation(kv.num_blocks).astype(np.int32)
     paged_sequences = []
-    for tokens in sequences:
+    for slot, tokens in enumerate(sequences):
         count = -(-len(tokens) // kv.block_size)
-        paged_sequences.append(PagedSequence(tokens, free[:count]))
+        paged_sequences.append(PagedSequence(tokens, free[:count], slot))
         free = free[count:]
     return paged_sequences
 
@@ -141,6 +142,8 @@ def step(model: Model, kv: KVCache, chunks: list[tuple[PagedSequence, int]]) -> 
             context_lens=np.array([s.done for s, _ in chunks], dtype=np.int32),
             block_tables=tables,
             logits_index=torch.arange(int(lens.sum())),
+            state_tables=pages_of_blocks(tables),
+            state_slots=np.array([s.slot for s, _ in chunks], dtype=np.int32),
         ),
         kv,
     )

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cbatch import LLM, FieldError
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
+from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
 from cbatch.runtime.gpu.decoder import load_decoder
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import UnsupportedModelError
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 BOUND = 1e-4  # of the standard deviation of the logits
 BOTH = ["sliding_attention", "full_attention"] * 2
+CONVOLVED = ["conv", "full_attention"] * 2
 GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -47,6 +50,8 @@ LONG = {
 }
 # Changes that make a family use all that its records can say, by `model_type`.
 CHANGES: dict[str, list[dict[str, Any]]] = {
+    "lfm2": [{"layer_types": CONVOLVED, "conv_bias": True}],
+    "lfm2_moe": [{"layer_types": CONVOLVED, "routed_scaling_factor": 1.5}],
     "arcee": [{"mlp_bias": True, "attention_bias": True}],
     "ernie4_5": [{"use_bias": True}],
     "exaone4": [{}, {"sliding_window": None, "layer_types": ["full_attention"] * 4}],
@@ -67,6 +72,12 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     ],
     "granite": [GRANITE | {"attention_bias": True, "mlp_bias": True}],
     "granitemoe": [GRANITE],
+    "granitemoehybrid": [
+        GRANITE
+        | {"mamba_proj_bias": True, "position_embedding_type": "rope"}
+        | {"shared_intermediate_size": 112},
+        {"num_local_experts": 0, "shared_intermediate_size": 96},
+    ],
     "hunyuan_v1_dense": [
         {"attention_bias": True},
         {
@@ -87,6 +98,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "mistral": [{}, {"sliding_window": 1}],
     "mixtral": [{"sliding_window": 8}],
     "nemotron": [{"mlp_bias": True}],
+    "nemotron_h": [{"mlp_bias": True, "use_bias": True}],
     "phi": [{"vocab_size": 131}],
     "phi3": [
         {"sliding_window": 9},
@@ -121,8 +133,9 @@ def make(kind: str, folder: Path, **changes: Any) -> Any:
     config.architectures = None
     net = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
+    biases = [each for each in net.named_buffers() if each[0].endswith("expert_bias")]
     with torch.no_grad():
-        for name, parameter in net.named_parameters():
+        for name, parameter in [*net.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.add_(0.2 * noise)  # the mean is 1, or 0 for weights that are added to 1
@@ -156,7 +169,7 @@ def test_logits_are_those_of_transformers(
     if device == "torch":
         request.getfixturevalue("torch_pass")
     model = load_model(folder)
-    kv = KVCache(model.config, 30, 4, torch.float32, "cpu")
+    kv = KVCache(model.config, 30, 4, torch.float32, "cpu", num_pages=30, num_slots=3)
     computed = run_all(model, kv, paged(kv, rows), [1, 5, 2, 7], firsts=[9, 4, 1])
     assert (computed - expected).abs().max() < BOUND * expected.std()
     assert probe_batch_invariance(model).batch_invariant == (device == "cpu")
@@ -175,19 +188,41 @@ def test_logits_of_long_contexts(tmp_path: Path) -> None:
     assert (logits - expected).abs().max() < BOUND * expected.std()
 
 
+class Mistaken(Lookup):
+    """Drafts the rest of known texts, with a mistake at every third position."""
+
+    struct = None
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._texts = texts
+
+    def guess(self, text: np.ndarray, depth: int) -> list[int]:
+        own, size = text.tolist(), len(text)
+        rest: list[int] = next((each[size:] for each in self._texts if each[:size] == own), [])
+        return [token ^ ((size + i) % 3 == 0) for i, token in enumerate(rest[:depth])]
+
+
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
     """The draft is the same model in bf16: most drafts are accepted, and some are not. The pool is
-    too small, and prompts share a prefix."""
+    too small, and prompts share a prefix. A model with recurrent layers is no draft: there the
+    drafts are the known text with mistakes."""
     folder, _, _ = made(kind, 0)
     target = load_model(folder)
     same, *rest = (s.tolist() for s in sequences((18, 5, 9, 3, 12)))
     prompts = [same + tail for tail in rest] + [same + rest[0], same]
     requests = [engines.make_request(f"r{i}", p, max_tokens=16) for i, p in enumerate(prompts)]
-    plain = engines.run_engine(requests, target, max_num_seqs=1, enable_prefix_caching=False)
-    draft = load_model(folder, dtype="bfloat16")
-    settings = {"lookahead": "fixed:4", "num_blocks": 20, "max_num_seqs": 4}
+    pages = {"num_state_pages": 24, "state_interval": 2} if target.config.recurrent else {}
+    alone = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    plain = engines.run_engine(requests, target, **alone, **pages)
+    settings = pages | {"lookahead": "fixed:4", "num_blocks": 20, "max_num_seqs": 4}
+    draft = None
+    if target.config.recurrent:
+        texts = [p + plain.outputs[f"r{i}"] for i, p in enumerate(prompts)]
+        settings |= {"drafting": LookupDrafter(Mistaken(texts)), "drafter": ("ngram",)}
+    else:
+        draft = load_model(folder, dtype="bfloat16")
     varied = engines.run_engine(requests, target, draft, **settings, max_num_batched_tokens=16)
     assert varied.outputs == plain.outputs
     bits = varied.executor.bits
@@ -197,14 +232,33 @@ def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen2_moe"])
+def test_a_vision_tower_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, rows, expected = made("qwen3_5_text", 0)
+    config = json.loads((folder / "config.json").read_text())
+    wrapper = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper))
+    tensors = {"model.visual.patch_embed.weight": torch.zeros(3), "mtp.norm.weight": torch.ones(3)}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[name.replace("model.", "model.language_model.", 1)] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(tmp_path)
+    assert [each.getMessage() for each in caplog.records if each.name == "cbatch"] == [
+        f"{tmp_path}: its vision tower is left out; prompts are text only"
+    ]
+    kv = KVCache(model.config, 30, 4, torch.float32, "cpu", num_pages=30, num_slots=3)
+    computed = run_all(model, kv, paged(kv, rows), [40])
+    assert (computed - expected).abs().max() < BOUND * expected.std()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen2_moe", "qwen3_5_text"])
 def test_half_precision_and_threads_leave_a_row_its_bits(kind: str) -> None:
     model = load_model(made(kind, 0)[0], dtype="bfloat16")
     assert probe_batch_invariance(model).batch_invariant
     rows, bits = sequences((23, 14)), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        kv = KVCache(model.config, 20, 4, torch.bfloat16, "cpu")
+        kv = KVCache(model.config, 20, 4, torch.bfloat16, "cpu", num_pages=20, num_slots=2)
         bits.append(run_all(model, kv, paged(kv, rows), [3 * threads]))
     assert torch.equal(*bits)
 

@@ -65,6 +65,12 @@ _LATENT: dict[str, Any] = {  # multi-head latent attention
     "num_key_value_heads": 4,
 }
 _DEEPSEEK = _LATENT | {"head_dim": 8, "qk_rope_head_dim": 8}
+_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
 _WINDOW = {"sliding_window": 8}
 _OWN: dict[str, dict[str, Any]] = {
     "axk1": _DEEPSEEK,
@@ -83,6 +89,17 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
     },
     "glm4_moe_lite": _LATENT,
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 18,
+        "mamba_d_conv": 4,
+        "shared_intermediate_size": 128,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256},
     "gpt_oss": _WINDOW,
     "laguna": {"num_attention_heads_per_layer": [4] * 4},
@@ -91,8 +108,21 @@ _OWN: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
     "mistral": _WINDOW,
     "olmo3": _WINDOW,
+    "nemotron_h": {
+        "layers_block_type": [
+            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+            "linear_attention",
+        ],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 20,
+        "n_groups": 2,
+        "ssm_state_size": 18,
+    },
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
+    "qwen3_next": _DELTA | _EXPERTS,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
     "youtu": _LATENT,
 }
 

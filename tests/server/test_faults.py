@@ -149,11 +149,15 @@ GRAMMARS: dict[int, dict[str, Any]] = {
 }
 
 
-def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hybrid", [None, "qwen3_5_text"])
+def test_greedy_and_coupled_texts_survive_a_kill(tmp_path: Path, hybrid: str | None) -> None:
     """Streams of a real (tiny) pair, whose engine is killed. One has a grammar, another one free
     text before it."""
-    target, draft = write_model(tmp_path / "target"), write_model(tmp_path / "draft", layers=1)
-    options = EngineOptions(numerics="invariant", random_weights_seed=0, lookahead="fixed:3")
+    target = write_model(tmp_path / "target", hybrid=hybrid)
+    draft = write_model(tmp_path / "draft", layers=1)
+    options = EngineOptions(
+        numerics="invariant", random_weights_seed=0, lookahead="fixed:3", max_num_seqs=16
+    )
     tokenizer = load_tokenizers(target, draft, options)
     assert tokenizer is not None
     bodies = [

@@ -1,9 +1,5 @@
 """KV blocks: reference counts, and a prefix cache that shares blocks without copies.
 
-A block is in exactly one of three states: free, referenced by one or more sequences, or cached and
-unreferenced (kept for a future prefix hit, evicted least recently used first):
-`free + referenced + cached_unreferenced == total`.
-
 The prefix cache is a trie of blocks, with a root for each salt. The key of a node is (uid of the
 parent node, the block's token ids). So a hit compares the tokens themselves, not a hash of them,
 and a path of hits compares the whole prefix. Uids are never reused. A sequence adds a run of nodes
@@ -23,8 +19,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-# Constants as arrays, because numpy converts a Python number in each operation.
-ZERO, ONE = np.array(0, dtype=np.int32), np.array(1, dtype=np.int32)
+from cbatch.core.scheduler.caching_pool import CachingPool
+from cbatch.core.scheduler.page_pool import PagePool
+
 _NONE = np.zeros(0, dtype=np.int32)
 
 
@@ -55,87 +52,22 @@ class Match(msgspec.Struct, frozen=True):
     blocks: list[int]
     node: Node  # of the last block, or the root
     promised: bool  # a running sequence is computing the next block, so it pays to wait
+    num_known: int  # blocks that have a node, ready or promised, and with a state page or without
 
 
-class EvictionQueue:
-    """Unreferenced cached blocks in the order of eviction, least recently appended first, with
-    operations on many blocks at once. Removal leaves gaps until the array is full."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._queue = np.zeros(2 * num_blocks, dtype=np.intp)
-        self._occupied = np.zeros(2 * num_blocks, dtype=np.bool_)  # by position; False: a gap
-        self._positions = np.zeros(num_blocks, dtype=np.intp)  # by block
-        self._head = self._tail = 0
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def append(self, blocks: np.ndarray) -> None:
-        """Append blocks that are not in the queue."""
-        if self._tail + len(blocks) > len(self._queue):
-            self._compact()
-        first, self._tail = self._tail, self._tail + len(blocks)
-        self._queue[first : self._tail] = blocks
-        self._occupied[first : self._tail] = True
-        self._positions[blocks] = np.arange(first, self._tail)
-        self._count += len(blocks)
-
-    def remove(self, blocks: np.ndarray) -> None:
-        """Remove blocks from any position of the queue."""
-        self._occupied[self._positions[blocks]] = False
-        self._count -= len(blocks)
-
-    def take(self, count: int) -> np.ndarray:
-        """Remove and return the first `count` blocks. The queue must not have fewer."""
-        num_blocks, end = 0, self._head
-        while num_blocks < count:
-            begin, end = end, end + count - num_blocks
-            # Counting bytes is several times as fast as numpy on an array this short.
-            num_blocks += self._occupied[begin:end].tobytes().count(True)
-        positions = slice(self._head, end)
-        blocks = self._queue[positions][self._occupied[positions]]
-        self._occupied[positions] = False
-        self._head = end
-        self._count -= count
-        return blocks
-
-    def check(self) -> np.ndarray:
-        """Return all blocks in order. Raises `AssertionError` if an invariant is violated."""
-        positions = self._occupied.nonzero()[0]
-        blocks = self._queue[positions]
-        assert len(positions) == self._count, f"{len(positions)} blocks, {self._count} are counted"
-        assert (self._positions[blocks] == positions).all(), (
-            "a block is in the wrong place, or in two"
-        )
-        if len(positions):
-            assert self._head <= positions[0] and positions[-1] < self._tail, "outside of the queue"
-        return blocks
-
-    def _compact(self) -> None:
-        blocks = self._queue[self._occupied]
-        self._head, self._tail = 0, len(blocks)
-        self._queue[: self._tail] = blocks
-        self._occupied[:] = False
-        self._occupied[: self._tail] = True
-        self._positions[blocks] = np.arange(self._tail)
-
-
-class BlockPool:
+class BlockPool(CachingPool):
     """Allocates `num_blocks` blocks of `block_size` positions each, and caches prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks)
         self.num_blocks = num_blocks
+        self.pages: PagePool | None = None  # set for models with recurrent layers
         self.block_size = block_size
-        self.ref_counts = np.zeros(num_blocks, dtype=np.int32)
         # By block: whether the draft model's KV is complete, too.
         self.draft_valid = np.zeros(num_blocks, dtype=np.bool_)
-        # A stack; reversed so that a fresh pool hands out 0, 1, 2, ...
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached = EvictionQueue(num_blocks)  # cached and unreferenced
-        # By block: whether its node is ready; whether its node is in `_index`; its node's uid (the
-        # root's, if it has no node); the uid of the node's parent, if the node is in `_index`.
-        self._ready, self._hashed = np.zeros((2, num_blocks), dtype=np.bool_)
+        # By block: whether its node is in `_index`; its node's uid (the root's, if it has no node);
+        # the uid of the node's parent, if the node is in `_index`. `_ready`: its node is ready.
+        self._hashed = np.zeros(num_blocks, dtype=np.bool_)
         self._uids, self._parents = np.zeros((2, num_blocks), dtype=np.int64)
         # By block: its token ids as bytes, and the next block of its run, which may have been
         # reused for another node since.
@@ -148,19 +80,6 @@ class BlockPool:
         self._to_zero: list[int] = []
 
     # ---- counts -------------------------------------------------------------------------------
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
-    @property
-    def num_available(self) -> int:
-        """Return the number of blocks that `allocate` can hand out now."""
-        return len(self._free) + len(self._cached)
 
     def num_blocks_for(self, tokens: int) -> int:
         """Return the number of blocks for the KV of `tokens` tokens."""
@@ -180,19 +99,7 @@ class BlockPool:
     # ---- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> np.ndarray:
-        """Return `count` blocks with one reference each, intp [count]: free blocks, then the least
-        recently used cached ones. The caller has checked `num_available`. intp is numpy's index
-        type; other integers cost a conversion at each use."""
-        free = self._free
-        popped = free[: -count - 1 : -1]
-        if popped:
-            del free[len(free) - len(popped) :]
-            blocks = np.array(popped, dtype=np.intp)
-            if len(popped) < count:
-                blocks = np.concatenate([blocks, self._evict(count - len(popped))])
-        else:
-            blocks = self._evict(count)
-        self.ref_counts[blocks] = ONE
+        blocks = CachingPool.allocate(self, count)
         if self._dirty:
             for block in blocks.tolist():
                 if block in self._dirty:
@@ -200,31 +107,12 @@ class BlockPool:
                     self._to_zero.append(block)
         return blocks
 
-    def acquire(self, blocks: list[int]) -> None:
-        """Add a reference to each block of a `Match`."""
-        if not blocks:
-            return
-        matched = np.array(blocks)
-        counts = self.ref_counts[matched]
-        self._cached.remove(matched[counts == 0])
-        self.ref_counts[matched] = counts + 1
-
     def release(self, blocks: np.ndarray) -> None:
         """Remove a reference from each block of a sequence, given in order of position.
 
         The last block enters the LRU order first, so that a prefix is evicted from its end.
         """
-        blocks = blocks[::-1]
-        counts = self.ref_counts[blocks] - ONE
-        self.ref_counts[blocks] = counts
-        unreferenced = blocks[counts == ZERO]
-        ready = self._ready[unreferenced]
-        cached, freed = unreferenced[ready], unreferenced[~ready]
-        if len(cached):
-            self._cached.append(cached)
-        if len(freed):
-            self._forget(freed)
-            self._free += freed.tolist()
+        super().release(blocks[::-1])
 
     def release_private(self, blocks: np.ndarray) -> None:
         """Free reserved but unused blocks, which have one reference and no node."""
@@ -249,11 +137,21 @@ class BlockPool:
     # ---- prefix cache -------------------------------------------------------------------------
 
     def match(self, tokens: np.ndarray, max_blocks: int, root: Node = ROOT) -> Match:
-        """Return the longest ready prefix of `tokens` (int32) in at most `max_blocks` blocks."""
+        """Return the longest ready prefix of `tokens` (int32) in at most `max_blocks` blocks. With
+        recurrent layers it ends at a node that owns a state page."""
         path = self._descend(root, self._contents_of(tokens, 0, max_blocks))
         hits = list(takewhile(self._ready.item, path))
+        promised = len(hits) < len(path)
+        if self.pages is not None:
+            promised = self.pages.any_promised(path[len(hits) :])
+            hits = hits[: self.pages.longest(hits)]
         node = self._node(hits[-1]) if hits else root
-        return Match(hits, node, promised=len(hits) < len(path))
+        return Match(hits, node, promised, len(path))
+
+    def ready_path(self, tokens: np.ndarray, max_blocks: int, root: Node) -> list[int]:
+        """Return the ready blocks along `tokens`, with or without state pages."""
+        path = self._descend(root, self._contents_of(tokens, 0, max_blocks))
+        return list(takewhile(self._ready.item, path))
 
     def node_uids(self, blocks: list[int], root: Node) -> set[int]:
         """Return the uids of the nodes of a match, and of the root."""
@@ -348,6 +246,8 @@ class BlockPool:
 
     def _forget(self, blocks: np.ndarray) -> None:
         """Invalidate the contents of blocks, and remove their nodes from the trie."""
+        if self.pages is not None:
+            self.pages.forget_blocks(blocks)
         self.draft_valid[blocks] = False
         self._uids[blocks] = ROOT.uid
         self._ready[blocks] = False
@@ -358,25 +258,12 @@ class BlockPool:
             self._hashed[block] = False
             del self._index[self._parents.item(block), self._contents.item(block)]
 
-    def _evict(self, count: int) -> np.ndarray:
-        evicted = self._cached.take(count)
-        self._forget(evicted)
-        return evicted
-
     def check(self) -> None:
         """Raise `AssertionError` if an invariant of the pool is violated."""
-        free = self._free
-        referenced = int(np.count_nonzero(self.ref_counts))
-        assert (self.ref_counts >= 0).all(), "negative reference count"
-        assert len(free) + referenced + len(self._cached) == self.num_blocks, (
-            f"{len(free)} free + {referenced} referenced + {len(self._cached)} cached "
-            f"!= {self.num_blocks}"
-        )
-        assert len(np.unique(free)) == len(free), "a block is free twice"
-        assert (self.ref_counts[free] == 0).all(), "a free block is referenced"
-        assert (self._uids[free] == ROOT.uid).all(), "a free block is cached"
-        cached = self._cached.check()
-        assert (self.ref_counts[cached] == 0).all() and self._ready[cached].all()
+        super().check()
+        if self.pages is not None:
+            self.pages.check()
+        assert (self._uids[self._free] == ROOT.uid).all(), "a free block is cached"
         has_node = self._uids != ROOT.uid
         assert not (self._ready & ~has_node).any(), "ready, but no node"
         blocks = [*self._index.values()]

@@ -28,6 +28,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     num_blocks: int
     block_size: int = 16
+    num_state_pages: int = 0  # for the states of recurrent layers; 0: the model has none
+    # Blocks between two boundaries of a sequence whose state pages enter the prefix cache.
+    state_interval: int = 32
     max_num_seqs: int = 64  # sequences that run at once
     max_model_len: int = 2048  # context: prompt and output together
     max_num_batched_tokens: int = 2048  # target tokens and draft catch-up tokens in one step
@@ -58,6 +61,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         checks = (
             ("num_blocks", self.num_blocks >= 1, "give at least 1 block"),
             ("block_size", self.block_size >= 1, "give at least 1 token"),
+            ("num_state_pages", self.num_state_pages >= 0, "give 0 or more"),
+            ("state_interval", self.state_interval >= 1, "give at least 1 block"),
             ("max_num_seqs", self.max_num_seqs >= 1, "give at least 1 slot"),
             (
                 "max_model_len",

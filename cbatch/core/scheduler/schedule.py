@@ -24,16 +24,19 @@ from typing import NamedTuple
 import numpy as np
 
 from cbatch.core.prices.step_work import StepWork
-from cbatch.core.scheduler.block_pool import ONE
+from cbatch.core.scheduler.caching_pool import ONE
 from cbatch.core.scheduler.plan import StepPlan
-from cbatch.core.scheduler.preemption import PreemptionCandidate, decide_growth, fit_drafts
+from cbatch.core.scheduler.preemption import candidate_of, decide_growth, fit_drafts, is_in_flight
 from cbatch.core.scheduler.sequence import Sequence
+from cbatch.core.scheduler.slot_pages import SlotPages
 from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, RowTokens
 from cbatch.core.scheduler.state import SchedulerState
 
 
 def schedule(state: SchedulerState) -> StepPlan | None:
     """Return the next plan and note it as in flight, or return None if no row can run."""
+    if state.pages is not None and state.in_flight and state.pages.room(overlaps=True) < 0:
+        return None  # a second plan needs more state pages than a first
     num_preemptions = state.stats.preemptions
     batch, tokens = _schedule_decodes(state)
     chunks: list[Chunk] = []
@@ -138,7 +141,7 @@ def _preempt(
     pool, max_kv_len = state.pool, _token_bounds(state)[1]
     drafts_by_slot = dict(zip(batch.slots.tolist(), tokens.num_drafts.tolist(), strict=True))
     candidates = [
-        _candidate(state, owner, drafts_by_slot, max_kv_len)
+        candidate_of(state, owner, drafts_by_slot, max_kv_len)
         for owner in state.owners
         if owner is not None and not owner.pending_preemption
     ]
@@ -147,7 +150,7 @@ def _preempt(
     pending = sum(pool.count_unshared(state.block_row(slot)) for slot in leaving)
     growth = decide_growth(candidates, pool.num_available, pending, pool.block_size)
     for sequence in state.owners_of(growth.victims):
-        if _is_in_flight(state, sequence.slot):
+        if is_in_flight(state, sequence.slot):
             sequence.pending_preemption = True
             state.pending_preemption.append(sequence)
         else:
@@ -159,34 +162,6 @@ def _preempt(
     max_kv_len = np.minimum(max_kv_len[batch.rows] + drafts, state.table.max_total[batch.rows])
     _append_blocks(state, batch, max_kv_len)
     return batch, RowTokens.of(drafts, catch_up, int(np.add.reduce(catch_up)))
-
-
-def _candidate(
-    state: SchedulerState,
-    sequence: Sequence,
-    drafts_by_slot: dict[int, int],
-    max_kv_len: np.ndarray,
-) -> PreemptionCandidate:
-    table, slot = state.table, sequence.slot
-    assert slot is not None
-    new_tokens = int(table.num_tokens[slot]) - sequence.tokens_at_admission
-    blocks = state.block_row(slot)
-    return PreemptionCandidate(
-        slot=slot,
-        rank=sequence.rank,
-        decodes=slot in drafts_by_slot,
-        kv_tokens=int(max_kv_len[slot]) - 1,
-        num_drafts=drafts_by_slot.get(slot, 0),
-        max_tokens=int(table.max_total[slot]),
-        blocks_held=len(blocks),
-        blocks_freed=state.pool.count_unshared(blocks),
-        in_flight=_is_in_flight(state, slot),
-        protected=sequence.preemptions > 0 and new_tokens < state.pool.block_size,
-    )
-
-
-def _is_in_flight(state: SchedulerState, slot: int | None) -> bool:
-    return any((step.plan.slots == slot).any() for step in state.in_flight)
 
 
 # ---- 2. and 3. prompts --------------------------------------------------------------------------
@@ -282,7 +257,7 @@ def _admit(
     pool = state.pool
     cached = False  # the completed blocks of running sequences are in the prefix cache
     for sequence in list(state.waiting) if budget_tokens > 0 else ():
-        if budget_tokens <= 0 or not state.table.num_free:
+        if budget_tokens <= 0 or not state.has_free_slot:
             break
         if before is not None and (sequence.level, len(sequence.tokens)) >= before.order:
             break
@@ -308,6 +283,8 @@ def _build_plan(
     state: SchedulerState, batch: DecodeBatch, tokens: RowTokens, chunks: list[Chunk]
 ) -> StepPlan:
     table = state.table
+    if state.pages is not None:
+        _reserve_pages(state, state.pages, batch, tokens.num_drafts, chunks)
     slots, generations, wants_logits = batch.slots, batch.generations, batch.wants_logits
     rows, owners = batch.rows, batch.owners
     if chunks:
@@ -335,12 +312,26 @@ def _build_plan(
         num_drafts=tokens.num_drafts,
         catch_up=tokens.catch_up,
         wants_logits=wants_logits,
-        deltas=state.take_deltas(),
+        deltas=state.deltas.take(state.pool.take_to_zero()),
     )
     state.num_plans += 1
     step = InFlightStep(plan, rows, owners, tokens, bool(state.in_flight), batch.itl_target_s)
     state.in_flight.append(step)
     return plan
+
+
+def _reserve_pages(
+    state: SchedulerState,
+    pages: SlotPages,
+    batch: DecodeBatch,
+    num_drafts: np.ndarray,
+    chunks: list[Chunk],
+) -> None:
+    """Give the rows of a plan the state pages that it may write."""
+    max_kv_len, rows = _token_bounds(state)[1], batch.index
+    pages.reserve(rows, np.minimum(max_kv_len[rows] + num_drafts, state.table.max_total[rows]))
+    for chunk in chunks:
+        pages.reserve_chunk(chunk.slot, max_kv_len.item(chunk.slot) - 1 + chunk.query_len)
 
 
 class DraftableRows:

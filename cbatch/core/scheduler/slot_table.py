@@ -11,7 +11,7 @@ import heapq
 import msgspec
 import numpy as np
 
-from cbatch.core.scheduler.block_pool import ONE
+from cbatch.core.scheduler.caching_pool import ONE
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.sequence import Sequence
 
@@ -167,3 +167,11 @@ class InFlightStep(msgspec.Struct, eq=False):
     itl_target_s: float | None = None  # shortest target of its decoding rows
     cancelled_slots: list[int] = []  # slots left since it was planned: their results are dropped
     slots_to_free: list[int] = []  # part of `cancelled_slots`, to free when this plan commits
+
+
+def runs(slots: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return slots and indices: `counts[i]` consecutive indices from `first[i]` in `slots[i]`."""
+    if np.add.reduce(counts) == len(counts):  # a shortcut for the usual case: ten times as fast
+        return slots, first
+    rows, before = slots.repeat(counts), counts.cumsum(dtype=np.int32) - counts
+    return rows, (first - before).repeat(counts) + np.arange(len(rows), dtype=np.int32)

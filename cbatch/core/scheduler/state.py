@@ -11,18 +11,17 @@ from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node, root_of
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.plan import Deltas, NewSequence
+from cbatch.core.scheduler.plan import Deltas, NewSequence, PendingDeltas
 from cbatch.core.scheduler.queue import WaitingQueue, rank_request
 from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence
-from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, SlotTable
+from cbatch.core.scheduler.slot_pages import SlotPages
+from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, SlotTable, runs
 from cbatch.core.speculation.build import build_policy
 from cbatch.core.speculation.config import LookaheadConfig
 from cbatch.core.speculation.policy import PolicyLimits
 
 _NONE = np.zeros(0, dtype=np.int32)
-_NOTHING_APPENDED = np.zeros((3, 0), dtype=np.int32)
-NO_DELTAS = Deltas(False, _NONE, _NONE, (), _NONE, _NONE, _NONE)
 
 
 class SchedulerState:
@@ -35,6 +34,7 @@ class SchedulerState:
         self.pool = pool(config.num_blocks, config.block_size)
         max_blocks = self.pool.num_blocks_for(config.max_sequence_tokens)
         self._block_size = np.array(config.block_size, dtype=np.int32)
+        self.deltas = PendingDeltas()  # of the next plan
         self.table = SlotTable(config.max_num_seqs, max_blocks)
         self.waiting: WaitingQueue[Sequence] = WaitingQueue()
         self.sequences: dict[str, Sequence] = {}  # every accepted request that has not ended
@@ -56,17 +56,16 @@ class SchedulerState:
         self.chunk_sizes = ChunkSizes(
             self.costs, config.max_num_batched_tokens, config.prompt_share
         )
+        self.pages: SlotPages | None = None  # for models with recurrent layers
+        if config.num_state_pages:
+            parts = self.table, self.pool, self.deltas, self.cache_blocks
+            self.pages = SlotPages(config, self.policy.max_depth, *parts)
         self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
         # With a reserve of a block or more, a sequence gains a block between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size)
         self.stop_union = _NONE  # stop ids of all running sequences
         self._stop_counts: dict[int, int] = {}  # number of running sequences by stop id
         self._arrivals = 0  # number of requests so far
-        # Deltas of the next plan. The first plan is a full snapshot.
-        self._reset = True
-        self._released: list[int] = []
-        self._new_sequences: list[NewSequence] = []
-        self._appended = _NOTHING_APPENDED  # slots, indices, blocks
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -97,12 +96,18 @@ class SchedulerState:
         tokens = min(len(sequence.tokens) + self.reserve_tokens, sequence.max_total_tokens)
         return self.pool.num_blocks_for(tokens)
 
+    @property
+    def has_free_slot(self) -> bool:
+        """Return whether another sequence has a slot, and the state pages that it may need."""
+        pages, overlaps = self.pages, bool(self.in_flight)
+        return self.table.num_free > 0 and (pages is None or pages.room(1, overlaps=overlaps) >= 0)
+
     def admit(self, sequence: Sequence, match: Match) -> None:
         """Move a waiting sequence, whose cached prefix is `match`, into a slot."""
         table, pool = self.table, self.pool
         self.waiting.remove(sequence.rank)
         slot = table.take_slot()
-        hits = len(match.blocks)
+        hits, state_page = len(match.blocks), None
         pool.acquire(match.blocks)
         total_blocks = self.blocks_to_admit(sequence)
         blocks = np.empty(total_blocks, dtype=np.intp)
@@ -136,14 +141,18 @@ class SchedulerState:
         sequence.last_node, sequence.num_nodes = match.node, hits
         if self.config.enable_prefix_caching:
             self._add_nodes(sequence, tokens, blocks[hits : len(tokens) // pool.block_size])
+        if self.pages is not None:
+            state_page = self.pages.admit(slot, sequence, match, blocks)
         self.owners[slot] = sequence
         self.prefilling.append(slot)
         self._count_stops(sequence, 1)
-        self._new_sequences.append(self._new_sequence(sequence, slot, blocks))
+        self.deltas.new_sequences.append(self._new_sequence(sequence, slot, blocks, state_page))
         self.stats.prompt_tokens += len(tokens)
         self.stats.prefix_hit_tokens += kv_len
 
-    def _new_sequence(self, sequence: Sequence, slot: int, blocks: np.ndarray) -> NewSequence:
+    def _new_sequence(
+        self, sequence: Sequence, slot: int, blocks: np.ndarray, state_page: int | None
+    ) -> NewSequence:
         table, request = self.table, sequence.request
         return NewSequence(
             slot=slot,
@@ -159,6 +168,7 @@ class SchedulerState:
             kv_len_tokens=table.kv_len(slot),
             draft_kv_len_tokens=int(table.draft_kv[slot]),
             blocks=blocks.astype(np.int32),
+            state_page=state_page,
         )
 
     def start_decoding(self, slot: int) -> None:
@@ -224,6 +234,8 @@ class SchedulerState:
         """Cancel a sequence's rows in flight; free slot and blocks when the last one commits."""
         slot = sequence.slot
         assert slot is not None
+        if self.pages is not None:
+            self.pages.advance(slot, sequence, leaves=True)
         self.cache_blocks(slot)
         sequence.policy_state = self.policy.leave(slot)
         self.table.generation[slot] += 1
@@ -245,9 +257,11 @@ class SchedulerState:
 
     def free_slot(self, slot: int) -> None:
         self.pool.release(self.block_row(slot))
+        if self.pages is not None:
+            self.pages.free(slot)
         self.table.capacity[slot] = 0
         self.table.free_slot(slot)
-        self._released.append(slot)
+        self.deltas.released.append(slot)
 
     def block_row(self, slot: int) -> np.ndarray:
         """Return the blocks of a sequence in order of position, as a view."""
@@ -260,19 +274,18 @@ class SchedulerState:
         capacity = table.capacity[slots]
         rows, indices = slots, capacity // size
         if counts is not None:
-            rows, indices = _runs(slots, indices, counts)
+            rows, indices = runs(slots, indices, counts)
             size = counts * size
         blocks = self.pool.allocate(len(rows))
         table.blocks[rows, indices] = blocks
         table.capacity[slots] = capacity + size
-        self._appended = np.empty((3, len(rows)), dtype=np.int32)
-        self._appended[0], self._appended[1], self._appended[2] = rows, indices, blocks
+        self.deltas.append(rows, indices, blocks)
 
     def return_tails(self, slots: np.ndarray, counts: np.ndarray) -> None:
         """Free the last `counts[i]` (> 0) blocks of `slots[i]`, which are reserved and unused."""
         table, size = self.table, self.pool.block_size
         kept = table.capacity[slots] - counts * size
-        rows, indices = _runs(slots, kept // size, counts)
+        rows, indices = runs(slots, kept // size, counts)
         self.pool.release_private(table.blocks[rows, indices])
         table.capacity[slots] = kept
 
@@ -328,6 +341,12 @@ class SchedulerState:
             assert draft_blocks >= 0, "the draft's KV lags by more tokens than there are"
             pool.draft_valid[table.blocks[slot, :draft_blocks]] = True
 
+    def taint(self, slot: int, root: Node) -> None:
+        """Remove what the slot's sequence wrote from the cache: its values may not be finite."""
+        if self.pages is not None:
+            self.pages.taint(slot, root)
+        self.pool.taint(self.block_row(slot))
+
     def reset_executor(self) -> None:
         """Drop plans in flight and the prefix cache, and preempt every running sequence, because
         the executor lost its state."""
@@ -340,33 +359,7 @@ class SchedulerState:
         for sequence in [owner for owner in self.owners if owner is not None]:
             self.preempt(sequence)
         self.pool.clear_cache()
-        self._new_sequences.clear()
-        self._appended = _NOTHING_APPENDED
-        self._released.clear()
-        self._reset = True
-
-    # ---- deltas -------------------------------------------------------------------------------
-
-    def take_deltas(self) -> Deltas:
-        """Return the changes since the previous plan."""
-        to_zero = self.pool.take_to_zero()
-        appended = self._appended
-        no_blocks = appended is _NOTHING_APPENDED and not len(to_zero)
-        if no_blocks and not (self._new_sequences or self._released or self._reset):
-            return NO_DELTAS
-        self._appended = _NOTHING_APPENDED
-        deltas = Deltas(
-            reset=self._reset,
-            released=np.asarray(self._released, dtype=np.int32) if self._released else _NONE,
-            zeroed_blocks=to_zero,
-            new_sequences=tuple(self._new_sequences),
-            append_slots=appended[0],
-            append_indices=appended[1],
-            append_blocks=appended[2],
-        )
-        self._reset = False
-        self._released, self._new_sequences = [], []
-        return deltas
+        self.deltas.clear()
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -385,13 +378,3 @@ class SchedulerState:
                 del counts[token_id]
         if len(counts) != num_ids:
             self.stop_union = np.asarray(sorted(counts), dtype=np.int32)
-
-
-def _runs(
-    slots: np.ndarray, first: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return slots and indices: `counts[i]` consecutive indices from `first[i]` in `slots[i]`."""
-    if np.add.reduce(counts) == len(counts):  # a shortcut for the usual case: ten times as fast
-        return slots, first
-    rows, before = slots.repeat(counts), counts.cumsum(dtype=np.int32) - counts
-    return rows, (first - before).repeat(counts) + np.arange(len(rows), dtype=np.int32)

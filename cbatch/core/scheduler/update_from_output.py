@@ -60,6 +60,10 @@ def update_from_output(state: SchedulerState, result: StepResult, now_s: float) 
 
     for slot in planned.slots_to_free:
         state.free_slot(slot)
+    if state.pages is not None:
+        running = state.decoding + state.prefilling
+        slots, owners = np.array(running, dtype=np.intp), state.owners_of(running)
+        state.pages.advance_rows(slots, owners, state.in_flight)
     if planned.overlaps or state.in_flight:
         if not planned.tokens.plain:
             _return_tails(state, step)
@@ -298,9 +302,10 @@ def _cut_after_end(table: SlotTable, step: CommittedStep, row: int) -> FinishRea
 
 def _taint_cancelled(state: SchedulerState, planned: InFlightStep, result: StepResult) -> None:
     """Taint the blocks of cancelled slots to which this step wrote non-finite values."""
-    for slot in planned.plan.slots[result.status == _NON_FINITE].tolist():
+    for row in (result.status == _NON_FINITE).nonzero()[0].tolist():
+        slot = planned.plan.slots.item(row)
         if slot in planned.cancelled_slots:
-            state.pool.taint(state.block_row(slot))
+            state.taint(slot, planned.owners[row].root)
 
 
 def _reset_draft_kv(state: SchedulerState, step: CommittedStep) -> None:
@@ -314,11 +319,11 @@ def _end_failed(state: SchedulerState, step: CommittedStep) -> None:
     table, status = state.table, step.result.status
     for row in ((status == _NON_FINITE) | (status == _NO_TOKEN)).nonzero()[0].tolist():
         slot, message = int(step.slots[row]), NO_TOKEN_MESSAGE
-        table.num_cached_tokens[slot] = table.num_tokens[slot]  # so that no block is cached
+        table.num_cached_tokens[slot] = table.num_tokens[slot] + 1  # so that nothing is cached
         table.draft_kv[slot] = 0  # so that no block's draft KV counts as valid
         if status[row] == _NON_FINITE:
             message = _ERROR_MESSAGE
-            state.pool.taint(state.block_row(slot))
+            state.taint(slot, step.owners[row].root)
         state.end(step.owners[row], FinishReason.ERROR, message=message)
 
 

@@ -15,9 +15,9 @@ from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import Executor
-from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
+from cbatch.core.scheduler.plan import NO_DELTAS, NewSequence, StepPlan, StepResult
 from cbatch.core.scheduler.slot_counts import SlotCounts
-from cbatch.core.scheduler.state import NO_DELTAS
+from cbatch.core.scheduler.slot_pages import pages_per_slot
 
 CONTEXT_TOKENS = 64  # length of a row, drafts not included
 LONG_CONTEXT_TOKENS = 512  # length of a row in shapes for the price of a context token
@@ -120,11 +120,13 @@ def _drafts_by_lookup(config: SchedulerConfig) -> bool:
 def _fits(shape: StepShape, config: SchedulerConfig) -> bool:
     needed_tokens = shape.max_tokens
     blocks = shape.all_rows * -(-needed_tokens // config.block_size)
+    pages = shape.all_rows * pages_per_slot(shape.num_drafts, config.block_size)
     return (
         shape.all_rows <= config.max_num_seqs
         and shape.tokens + shape.rows * shape.catch_up <= config.max_num_batched_tokens
         and needed_tokens <= config.max_sequence_tokens
         and blocks <= config.num_blocks
+        and (not config.num_state_pages or pages <= config.num_state_pages)
     )
 
 
@@ -203,7 +205,12 @@ class StepRunner:
             num_drafts=num_drafts,
             catch_up=lag,
             wants_logits=np.ones(shape.all_rows, dtype=np.bool_),
-            deltas=msgspec.structs.replace(NO_DELTAS, reset=bool(admitted), new_sequences=admitted),
+            deltas=msgspec.structs.replace(
+                NO_DELTAS,
+                reset=bool(admitted),
+                new_sequences=admitted,
+                state_pages=self._state_pages(shape, admitted),
+            ),
         )
         result, counts = self._executor.run(plan), self._counts
         for new in admitted:
@@ -234,7 +241,24 @@ class StepRunner:
             kv_len_tokens=kv_len,
             draft_kv_len_tokens=max(kv_len - shape.catch_up, 0),
             blocks=np.arange(slot * num_blocks, (slot + 1) * num_blocks, dtype=np.int32),
+            state_page=self._page(shape, slot, kv_len // self._config.block_size),
         )
+
+    def _page(self, shape: StepShape, slot: int, boundary: int) -> int | None:
+        if not (self._config.num_state_pages and boundary):
+            return None
+        count = pages_per_slot(shape.num_drafts, self._config.block_size)
+        return slot * count + boundary % count
+
+    def _state_pages(self, shape: StepShape, admitted: tuple[NewSequence, ...]) -> np.ndarray:
+        """Return pages for the boundaries that new rows reach from the end of their first step."""
+        pages, size = [], self._config.block_size
+        for new in admitted if self._config.num_state_pages else ():
+            begin, end = new.kv_len_tokens // size + 1, new.max_total_tokens // size
+            if new.slot == shape.rows or not shape.num_drafts:
+                begin = max(begin, len(new.tokens) // size)
+            pages += [(new.slot, b, self._page(shape, new.slot, b)) for b in range(begin, end + 1)]
+        return np.array(pages, dtype=np.int32).reshape(-1, 3).T
 
     def _tokens(self, slot: int, count: int) -> np.ndarray:
         """Return synthetic tokens, int32 [count]. If only lookups draft, the tokens repeat, so that

@@ -2,18 +2,9 @@
 
 #pragma once
 #include "attention.h"
-#include "step.h"
+#include "recurrent.h"
 
 #define SOFTCAP_LOGITS 4096  // logits that one iteration of the softcap loop handles
-
-static float squares(const float *x, long count) {
-    vec sum = {0};
-    long i = 0;
-    for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(x + i);
-    float result = total(sum);
-    for (; i < count; i++) result += x[i] * x[i];
-    return result;
-}
 
 // Writes a token's embedding. `to` has room for whole vectors.
 static void embed_row(const decoder *m, long token, float *to) {
@@ -154,7 +145,8 @@ static void rotate_and_store(const pass *p, const attention *l, long queries, fl
 
 // Norms all queries of a row as one vector, and all its keys as another.
 static void norm_whole(const attention *l, float *heads) {
-    const long queries = l->group * l->dim, normed = queries + l->dim, width = normed + l->value_dim;
+    const long queries = l->group * l->dim, normed = queries + l->dim;
+    const long width = head_width(l, l->group);
     float sums[2] = {0};
     for (long head = 0; head < l->kv_heads; head++) {
         sums[0] += squares(heads + head * width, queries);
@@ -197,7 +189,7 @@ static void rotate_and_store_all(pass *p, long index, long queries) {
         float *heads = p->fused + r * p->fused_stride;
         if (l->qk_norm == ALL_HEADS) norm_whole(l, heads);
         for (long head = 0; head < l->kv_heads; head++)
-            rotate_and_store(p, l, queries, heads + head * ((queries + 1) * l->dim + l->value_dim),
+            rotate_and_store(p, l, queries, heads + head * head_width(l, queries),
                              l->cos_sin + position * l->dim,
                              blocks_of(p, index, head) + block * bytes,
                              position - which * s->block_size);
@@ -206,7 +198,7 @@ static void rotate_and_store_all(pass *p, long index, long queries) {
 
 static void attend_all(pass *p, long index) {
     const attention *l = &p->model->layers[index].mixer;
-    const long width = (l->group + 1) * l->dim + l->value_dim;
+    const long width = head_width(l, l->group);
     const scratch mine =
         scratch_at(p->scratches + p->me.thread * p->scratch_size, queries_of_piece(p->group),
                    max_long(l->dim, l->value_dim));
@@ -236,6 +228,19 @@ INLINE vec xielu(vec x, const float *factors) {
     const vec square = x * x, near = (p * x + 0.5f) * square;
     const vec below = pick(x > all(-0.5f), near, exponential(x) - 1 - x) * factors[1];
     return pick(x > all(0), square * factors[0], below) + x * factors[2];
+}
+
+static void gate_attended(pass *p, const attention *l) {
+    const long width = head_width(l, l->group);
+    EACH_CLAIMED(&p->me, p->rows, r)
+        for (long head = 0; head < l->kv_heads; head++) {
+            float *x = p->attended + r * p->attended_stride + head * l->gates;
+            const float *gate = p->fused + r * p->fused_stride + (head + 1) * width - l->gates;
+            for (long k = 0; k < l->gates; k += LANES) {
+                const vec gated = load(x + k) / (exponential(-load(gate + k)) + 1);
+                memcpy(x + k, &gated, min_long(l->gates - k, LANES) * 4);
+            }
+        }
 }
 
 // Computes inner = silu(gate) * up of gate_up [gate | up], or another activation.
@@ -347,7 +352,7 @@ static int read_states(pass *p) {
     return 0;
 }
 
-// Computes queries, K and V of a layer; only K and V in a draft head's pass without logits.
+// Computes queries, K and V of a layer, or the output of a recurrence; only K and V in a draft head's pass without logits.
 static void project(pass *p, long index, int pairs) {
     const layer *l = p->model->layers + index;
     const pair_input *by = index ? 0 : p->model->pairs;
@@ -358,7 +363,8 @@ static void project(pass *p, long index, int pairs) {
         normalize(p, qkv, &l->mixer.joins.before, l->kept);
         multiply(p, qkv, p->normed, p->hidden_stride, p->fused, p->fused_stride);
     }
-    rotate_and_store_all(p, index, kv_only ? 0 : l->mixer.group);
+    if (l->state.rule) recur(p, index);
+    else rotate_and_store_all(p, index, kv_only ? 0 : l->mixer.group);
 }
 
 static int saves_all_states(const pass *p) { return p->model->kept >= 0 && !p->model->pairs; }
@@ -396,7 +402,8 @@ static int first_half(pass *p, long i) {
         normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1);
         run_forward(p, &l->forward);
     }
-    attend_all(p, i);
+    if (!l->state.rule) attend_all(p, i);
+    if (l->mixer.gates) gate_attended(p, &l->mixer);
     if (i == last && !saves_all_states(p)) select_logit_rows(p);
     convert_attended(p, &l->mixer.out);
     multiply_rows_into(p, &l->mixer.out, p->attended, p->attended_stride, &l->mixer.joins);
@@ -405,7 +412,7 @@ static int first_half(pass *p, long i) {
 
 // Runs the rest of the layer, up to its down projection.
 static void second_half(pass *p, const layer *l) {
-    if (l->parallel) return;
+    if (l->parallel || !l->forward.gate_up.num_parts) return;
     normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1);
     run_forward(p, &l->forward);
 }

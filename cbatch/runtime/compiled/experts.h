@@ -16,16 +16,22 @@
 // The activation of a row [gate | up]: silu(gate) * up; gelu(gate) * up in the tanh form; gate *
 // sigmoid(alpha * gate) * (up + 1) of clamped inputs; a function of the caller; relu(gate)^2 * up;
 // `xielu`, in dense layers only.
+#define SIGMOID_EPS 1e-6f  // added to a sum of sigmoids
 enum gating { SILU, GELU_TANH, CLAMPED, CALLER, RELU_SQUARED, XIELU };
 
 // A layer's experts: gate_up [experts + shared] of one shape and type, likewise down, without
 // scale. A row uses the `choices` experts with the highest router scores, weighted by a softmax
 // over all scores or, with `normalized`, over the chosen ones. It also uses all `shared` experts,
-// weighted by the sigmoid of the router's last output.
+// weighted by the sigmoid of the router's last output. With `sigmoid`, scores become their sigmoids;
+// experts are chosen with `correction` [experts] added, unless null, and weights multiplied by
+// `scale`.
 typedef struct {
     const linear *gate_up, *down;
     long experts, choices, shared, normalized, gating;
     float limit, alpha;
+    const float *correction;
+    long sigmoid;
+    float scale;
 } mixture;
 
 // gate_up [experts] of one shape and type, likewise down, without scale; x [rows, gate_up->in],
@@ -207,18 +213,24 @@ static void experts_all(void *job) {
 // Chooses a row's experts and their weights from its router scores; the first of equal scores wins.
 static void route(const mixture *m, const float *scores, int64_t *chosen, float *weights) {
     const float none = -__builtin_inff();
-    float remaining[m->experts], sum = 0, top = 0;
+    float remaining[m->experts], chances[m->experts], sum = m->sigmoid ? SIGMOID_EPS : 0, top = 0;
     memcpy(remaining, scores, sizeof remaining);
+    for (long e = 0; m->sigmoid && e < m->experts; e++) {
+        chances[e] = 1 / (exponential(all(-scores[e]))[0] + 1);
+        remaining[e] = chances[e] + (m->correction ? m->correction[e] : 0);
+    }
     for (long i = 0; i < m->choices; i++) {
         long best = 0;
         for (long e = 1; e < m->experts; e++)
             if (remaining[e] > remaining[best]) best = e;
         if (!i) top = scores[best];
         chosen[i] = best, remaining[best] = none;
-        weights[i] = exponential(all(scores[best] - top))[0], sum += weights[i];
+        weights[i] = m->sigmoid ? chances[best] : exponential(all(scores[best] - top))[0];
+        sum += weights[i];
     }
-    for (long e = 0; e < m->experts && !m->normalized; e++)
+    for (long e = 0; e < m->experts && !m->normalized && !m->sigmoid; e++)
         if (remaining[e] > none) sum += exponential(all(remaining[e] - top))[0];
+    if (m->sigmoid) sum = (m->normalized ? sum : 1) / m->scale;
     for (long i = 0; i < m->choices; i++) weights[i] /= sum;
     for (long i = m->choices; i < m->choices + m->shared; i++) {
         chosen[i] = m->experts + i - m->choices;

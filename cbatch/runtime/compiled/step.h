@@ -22,7 +22,8 @@ typedef struct {
     long adds_later;
 } branch;
 
-// qkv gives rows [kv_heads, (group + 1) * dim + value_dim]: the queries, K and V of each KV head.
+// qkv gives rows [kv_heads, (group + 1) * dim + value_dim + gates]: the queries, K and V of each KV
+// head, and group * value_dim gates of the output, or none.
 // `qk_weight` is [group + 1, dim] for norms of each head, or [kv_heads, group + 1, dim] if all
 // queries of a row are normed as one vector, and all its keys as another. EACH_ROTATED norms heads
 // after the rotation. `sinks` [kv_heads *
@@ -33,9 +34,31 @@ typedef struct {
     branch joins;
     linear qkv, out;
     const float *qk_weight, *sinks, *cos_sin;
-    long kv_heads, group, dim, value_dim, window, qk_norm;
+    long kv_heads, group, dim, value_dim, window, qk_norm, gates;
     float scale, cap, qk_eps;
 } attention;
+
+INLINE long head_width(const attention *m, long queries) {
+    return (queries + 1) * m->dim + m->value_dim + m->gates;
+}
+
+// A recurrent mixer; with the rule ATTENTION there is none. The projection gives rows [gate before |
+// gate after | inputs] for a CONVOLUTION, [inputs | gate | factors | rates] for DELTA, [gate | inputs
+// | rates] for SCAN. The inputs of a convolution with a rule are [queries | keys | values], or for
+// SCAN [values | keys | queries]. conv [kernel, padded channels], conv_bias [padded channels] or
+// null; decay, step_bias and skip (or null) [heads]; norm [value_dim], or for SCAN [heads *
+// value_dim], which is normed in `groups` parts, or null.
+enum rule { ATTENTION, CONVOLUTION, DELTA, SCAN };
+typedef struct {
+    const float *conv, *conv_bias, *decay, *step_bias, *skip, *norm;
+    long rule, kernel, channels, heads, key_heads, key_dim, value_dim, groups;
+    float norm_eps, min_step, max_step;
+} recurrence;
+
+// A layer's memory, as in state_memory.py. A state is [value_dim / LANES, key_dim, LANES].
+typedef struct {
+    float *states, *tails, *inputs, *keys, *values, *decays;
+} layer_states;
 
 // down(activation(gate) * up), or without `gated` down(activation(up)). With experts, `gate_up` is
 // their router, and there is no `down`. With `gates_in_product`, the product of gate and up
@@ -48,10 +71,12 @@ typedef struct {
     long inner, activation, gated, gates_in_product;
 } feed_forward;
 
+// A recurrent layer has only branch, first product and `out` of `mixer`.
 // With `parallel`, both branches have the same input. The layer's input is kept as state number
 // `kept`, unless that is negative.
 typedef struct {
     attention mixer;
+    recurrence state;
     feed_forward forward;
     long parallel, kept;
 } layer;
@@ -90,6 +115,9 @@ typedef struct {
 // runs part `part` of the pass, and writes this rank's sums to partial [rows, hidden]. The next
 // call gets the `sums` of all ranks. After the last layer's attention, only the `logit_rows`
 // are left.
+//
+// With recurrent layers, state_tables [sequences, state_width] name the page of each block boundary,
+// and states_of [layers] has `pages` pages and rings of `ring` tokens for `slots` slots.
 typedef struct {
     const int64_t *tokens, *logit_rows;
     const int32_t *query_lens, *context_lens, *tables;
@@ -104,6 +132,9 @@ typedef struct {
     const float *sums;
     float *partial;
     long part;
+    layer_states *states_of;
+    const int32_t *state_tables, *state_slots;
+    long state_width, pages, slots, ring;
 } step;
 
 // The state of a pass, one copy for each thread. Working memory has rows of floats, a stride apart,
@@ -126,29 +157,46 @@ typedef struct {
     long converted_stride, gated_stride, scratch_size, group, num_pieces, rows, num_logit_rows;
     long part, split, sums_pending;
     piece *pieces;
-    long *positions, *sequences;
+    long *positions, *sequences, *first_rows;
+    float *mixed;  // rows of a recurrence: inputs after the convolution, log decays, factors
+    long mixed_stride, num_sequences;
 } pass;
 
 _Static_assert(sizeof(pass) <= MAX_JOB_BYTES, "a pass is handed over whole");
 
-#define LOOPS_OF_A_LAYER 20  // shared loops of a layer, at most
+#define LOOPS_OF_A_LAYER 24  // shared loops of a layer, at most
 #define OTHER_LOOPS 8        // and of the rest of a pass
 
-INLINE long row_width(const attention *m) {
-    return m->kv_heads * ((m->group + 1) * m->dim + m->value_dim);
+INLINE long padded(long count) { return rounded(count, 16); }
+
+// Returns where the convolution's inputs begin in a row of the projection.
+INLINE long input_offset(const recurrence *l) {
+    return l->rule == DELTA ? 0 : l->heads * l->value_dim * (l->rule == CONVOLUTION ? 2 : 1);
+}
+
+INLINE long row_width(const layer *l) {
+    const attention *m = &l->mixer;
+    const recurrence *s = &l->state;
+    const long inner = s->heads * s->value_dim;
+    if (s->rule == CONVOLUTION) return 3 * inner;
+    if (s->rule) return s->channels + inner + (s->rule == DELTA ? 2 : 1) * s->heads;
+    return m->kv_heads * head_width(m, m->group);
 }
 
 static long carve(pass *p, char *memory, long rows, long threads) {
     const decoder *m = p->model;
     long width = 0, heads = 0, scratch = 0, adds_later = 0, used = 0;
     long gated = 0, separate = 0, inner = 0, bytes = 0;  // of feed-forwards; of experts
-    p->group = 0;
+    long mixed = 0;
+    p->group = 1;
     for (long i = 0; i < m->num_layers; i++) p->group = max_long(p->group, m->layers[i].mixer.group);
     for (long i = 0; i < m->num_layers; i++) {
         const attention *a = &m->layers[i].mixer;
         const feed_forward *f = &m->layers[i].forward;
-        width = max_long(width, row_width(a));
-        heads = max_long(heads, a->kv_heads * a->group * a->value_dim);
+        const recurrence *s = &m->layers[i].state;
+        width = max_long(width, row_width(m->layers + i));
+        heads = max_long(heads, a->kv_heads * a->group * a->value_dim + s->heads * s->value_dim);
+        if (s->rule) mixed = max_long(mixed, padded(s->channels) + 2 * s->heads);
         const long dim = max_long(a->dim, a->value_dim);
         scratch = max_long(scratch, scratch_floats(queries_of_piece(p->group), dim));
         adds_later |= a->joins.adds_later | f->joins.adds_later;
@@ -182,6 +230,8 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     CARVE(p->pieces, rows, piece);
     CARVE(p->positions, rows, long);
     CARVE(p->sequences, rows, long);
+    CARVE(p->first_rows, rows, long);
+    ROWS_OF(mixed, mixed_stride, mixed);
     const long widest = max_long(max_long(m->hidden * (m->pairs ? 2 : 1), heads), inner);
     p->converted_stride = converted_bytes(widest) + 4 * ROW_PADDING;
     CARVE(p->converted, rows *p->converted_stride, char);
@@ -194,8 +244,19 @@ long memory_bytes(const decoder *model, long rows, long threads) {
     return carve(&p, 0, rows, threads);
 }
 
+// Returns whether a sequence lacks a page or a slot: see `stretch` in recurrent.h.
+static int lacks_state(const step *s, long b) {
+    const int32_t *pages = s->state_tables + b * s->state_width;
+    const long first = (s->context_lens[b] - s->query_lens[b]) / s->block_size;
+    const long last = s->context_lens[b] / s->block_size, slot = s->state_slots[b];
+    if (last >= s->state_width || slot < 0 || slot >= s->slots) return 1;
+    for (long i = max_long(first, 1); i <= last; i++)
+        if (pages[i] >= s->pages || (pages[i] < 0 && (i == first || i == last))) return 1;
+    return 0;
+}
+
 // Computes each row's sequence and position, and the pieces. Returns nonzero for an invalid step: 1
-// for a token, 2 for a block, 3 for a row of `logit_rows`.
+// for a token, 2 for a block, 3 for a row of `logit_rows`, 4 for a page or slot of a state.
 static int plan(pass *p) {
     const decoder *m = p->model;
     const step *s = p->step;
@@ -207,5 +268,11 @@ static int plan(pass *p) {
                        s->sequences, s->table_width, s->blocks, s->block_size};
     if (locate(&of, p->sequences, p->positions)) return 2;
     p->num_pieces = cut(&of, p->group, p->pieces);
+    p->num_sequences = s->sequences;
+    for (long r = s->rows - 1; r >= 0; r--) p->first_rows[p->sequences[r]] = r;
+    int recurrent = 0;
+    for (long i = 0; i < m->num_layers; i++) recurrent |= m->layers[i].state.rule != ATTENTION;
+    for (long b = 0; recurrent && b < s->sequences; b++)
+        if (!s->state_tables || lacks_state(s, b)) return 4;
     return 0;
 }

@@ -134,6 +134,15 @@ INLINE float total(vec x) {
     return sum;
 }
 
+static float squares(const float *x, long count) {
+    vec sum = {0};
+    long i = 0;
+    for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(x + i);
+    float result = total(sum);
+    for (; i < count; i++) result += x[i] * x[i];
+    return result;
+}
+
 #define LOG2_E 1.44269504f
 
 // Returns e^x within 2 units in the last place for x clamped to [-87, 88]. With n = x / ln 2

@@ -22,7 +22,7 @@ from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.cpu.lowering import lower_layers, lower_pairs, norm_before, product_of
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.records import Experts
+from cbatch.runtime.model.records import Attention, Experts
 from cbatch.runtime.model.rope import RotaryTable
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ class CompiledDecoder:
         self._memory_bytes.restype = c_long
         self._config, self._ranks = config, ranks
         mixers = [layer.record.mixer for layer in layers]
-        self._ropes = [mixer.rope for mixer in mixers]
-        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in mixers}
+        attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+        self._ropes = [m.rope if isinstance(m, Attention) else None for m in mixers]
+        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in attention}
         self.hidden_size = config.hidden_size
         self._keep_alive = embedding, layers, head, pair  # the structs below hold addresses
         self._layers = lower_layers(layers, config.max_position_tokens)
@@ -121,6 +122,8 @@ class CompiledDecoder:
         progress: NDArray[np.int64] | None,
         states: Tensor | None = None,
         hidden: Tensor | None = None,
+        state_tables: NDArray[np.int32] | None = None,
+        state_slots: NDArray[np.int32] | None = None,
     ) -> Tensor:
         """Run a pass; see `Model` for the arguments and `progress`. A drafter reads
         `states`, fp32 [T, hidden]. Kept states are written to `hidden`, fp32 [T, num_kept, hidden],
@@ -156,6 +159,13 @@ class CompiledDecoder:
             1 if rows <= self._single_thread_rows else threads,
             self.num_kept,
         )
+        memory = kv.state
+        if memory is not None and state_tables is not None and state_slots is not None:
+            pages, slots = map(_ints, (state_tables, state_slots))
+            step.states_of, step.ring = memory.address, memory.ring
+            step.state_tables, step.state_slots = pages.ctypes.data, slots.ctypes.data
+            step.state_width = pages.shape[1]
+            step.pages, step.slots = memory.num_pages, memory.num_slots
         if self._ranks is None:
             self._call(step)
             return logits
@@ -188,7 +198,8 @@ class CompiledDecoder:
             self._positions = 1 << (positions - 1).bit_length()
             self._cos_sin = {r: t.cos_sin(self._positions) for r, t in self._rotary.items()}
             for layer, rope in zip(self._layers, self._ropes, strict=True):
-                layer.mixer.cos_sin = self._cos_sin[rope].data_ptr()
+                if rope is not None:
+                    layer.mixer.cos_sin = self._cos_sin[rope].data_ptr()
 
     def logits(self, rows: int) -> Tensor:
         """Return memory for logits, [rows, vocab]. The same memory is reused once no tensor refers

@@ -116,6 +116,8 @@ class Model:
             kv,
             self.progress,
             hidden=hidden,
+            state_tables=batch.state_tables,
+            state_slots=batch.state_slots,
         )
 
 

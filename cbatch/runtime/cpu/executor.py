@@ -61,12 +61,17 @@ class TorchExecutor:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        num_state_pages: int = 0,
+        max_drafts: int = 0,
         drafter: Drafter | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
         self.model, self._grammars = model, grammars
-        self.table = InputBatch(max_num_seqs, block_size, model.config.vocab_size, grammars)
-        self.kv = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
+        sizes = max_num_seqs, block_size, model.config.vocab_size
+        self.table = InputBatch(*sizes, grammars, recurrent=num_state_pages > 0)
+        states = {"num_slots": max_num_seqs, "max_drafts": max_drafts}
+        blocks = num_blocks, block_size, model.dtype, model.device
+        self.kv = KVCache(model.config, *blocks, num_pages=num_state_pages, **states)
         self.drafter = drafter
         # For drafters that read hidden states: query lengths and hidden states of the last pass.
         self._hidden: tuple[I64, Tensor] | None = None
@@ -150,6 +155,8 @@ class TorchExecutor:
                 raise RowError(admission.slot, admission.generation, error) from error
         if len(deltas.append_slots):
             table.append_blocks(deltas)
+        if deltas.state_pages.size:
+            table.add_state_pages(deltas)
 
     def _rows(self, plan: StepPlan, drafting: bool) -> _Rows:
         table, slots, wants = self.table, plan.slots, plan.wants_logits

@@ -12,6 +12,7 @@ from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.compiled import build_name
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.state_memory import pages_of_blocks
 
 _BLOCK_SIZE_TOKENS = 16
 _PROBE_SEQUENCES, _PROBE_TOKENS = 2, 20  # a large model takes about a second for these
@@ -73,7 +74,8 @@ class _Probe:
         width = -(-length // _BLOCK_SIZE_TOKENS)
         blocks = np.arange(count * width, dtype=np.int32).reshape(count, width)
         self.tables = blocks[::-1, ::-1].copy() if reverse else blocks
-        self.kv = KVCache(model.config, blocks.size, _BLOCK_SIZE_TOKENS, model.dtype, model.device)
+        sizes = blocks.size, _BLOCK_SIZE_TOKENS, model.dtype, model.device
+        self.kv = KVCache(model.config, *sizes, num_pages=blocks.size, num_slots=count)
 
     def run(self, chunks: list[int]) -> list[Tensor]:
         """Return the logits [length, vocab] of each sequence, computed `chunks` tokens at a
@@ -93,6 +95,8 @@ class _Probe:
                 context_lens=np.full(count, at + n, dtype=np.int32),
                 block_tables=self.tables,
                 logits_index=torch.arange(count * n),
+                state_tables=pages_of_blocks(self.tables),
+                state_slots=np.arange(count, dtype=np.int32),
             )
             for parts, rows in zip(
                 logits, self.model.forward(batch, self.kv).split(n), strict=True

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.compiled import (
@@ -77,16 +78,26 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         ]
         rows = self._get(f"{mlp}.gate.weight", count, hidden)
         bias = self._get(f"{mlp}.gate.bias", count).float() if biased else None
+        correction = None
+        if experts.corrected:
+            correction = self._get(f"{mlp}.expert_bias", count).float()
         if experts.shared:  # split into experts of width `inner`
-            shared, all_inner = f"{mlp}.shared_expert", experts.shared * inner
+            shared, all_inner = f"{mlp}.shared_expert", experts.shared_inner
+            padding = 0, experts.shared * inner - all_inner
             gate, up = (
                 self._get(f"{shared}.{n}_proj.weight", all_inner, hidden) for n in ("gate", "up")
             )
             down = self._get(f"{shared}.down_proj.weight", hidden, all_inner)
+            gate, up = (F.pad(half, (0, 0, *padding)) for half in (gate, up))
             halves = zip(gate.split(inner), up.split(inner), strict=True)
             parts[0] += [torch.cat(both) for both in halves]
-            parts[1] += down.split(inner, dim=1)
-            rows = torch.cat([rows, self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)])
+            parts[1] += F.pad(down, padding).split(inner, dim=1)
+            if experts.shared_gate:
+                gate = self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)
+            else:  # the sigmoid of this bias is 1
+                gate, bias = rows.new_zeros(1, hidden), torch.zeros(count + 1)
+                bias[count] = 100.0
+            rows = torch.cat([rows, gate])
         experts_of = CompiledExperts.of if self.compiled else _torch_experts
         experts_of = _experts_of_blocks if stored else experts_of
         gating = Gating[experts.activation.upper()]
@@ -96,6 +107,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             "down": None,
             "experts": experts_of(*parts, gate_function, *biases),
             "router_norm": norm,
+            "router_bias": correction,
         }
 
     def _stored_experts(
@@ -116,7 +128,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> Linear:
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
-        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES:
+        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES or m.gate:
             return super()._qkv(attention, m, norm, shift)
         bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         pitch, at = m.row_width // m.kv_heads, 0

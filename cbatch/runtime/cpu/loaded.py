@@ -17,6 +17,7 @@ from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.drafting.lookups import chain_drafter
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
+from cbatch.runtime.state_memory import slot_bytes
 from cbatch.system.machine import memory_bytes
 
 KV_SHARE = 0.25  # default share of the machine's memory for KV
@@ -49,6 +50,10 @@ class CpuModels:
         sizes = [KVCache.block_bytes(each.config, block_size, each.dtype) for each in models]
         return self.num_ranks * sum(sizes)
 
+    def state_bytes(self, block_size: int, max_drafts: int) -> tuple[int, int]:
+        config = self.target.config
+        return config.state_page_bytes, slot_bytes(config, block_size, max_drafts)
+
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
         total_bytes = memory_bytes()
         return int(total_bytes * KV_SHARE if share is None else total_bytes * share - weight_bytes)
@@ -70,6 +75,8 @@ class CpuModels:
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
+            num_state_pages=config.num_state_pages,
+            max_drafts=max_drafts,
             drafter=chain_drafter(config, model) if max_drafts else None,
             grammars=grammars,
         )

@@ -21,10 +21,18 @@ from cbatch.runtime.compiled.experts import Gating
 from cbatch.runtime.compiled.product import CompiledProduct, address_of
 from cbatch.runtime.compiled.structs import constants, struct
 from cbatch.runtime.cpu.linear import Linear
-from cbatch.runtime.layers import Layer, PairWeights
-from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward, Norm, PairInput
+from cbatch.runtime.layers import Layer, PairWeights, RecurrenceWeights
+from cbatch.runtime.model.records import (
+    Attention,
+    Branch,
+    Experts,
+    FeedForward,
+    Norm,
+    PairInput,
+    Recurrence,
+)
 
-_NormKind, _QkNorm, _RowForm = map(constants, ("norm_kind", "qk_norm", "row_form"))
+_NormKind, _QkNorm, _RowForm, _Rule = map(constants, ("norm_kind", "qk_norm", "row_form", "rule"))
 
 
 def product_of(linear: Linear | None) -> Any:
@@ -70,23 +78,21 @@ def _branch(branch: Branch, before: Any, after: Tensor | None) -> Any:
 
 def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
     m, f, parallel = layer.record.mixer, layer.record.feed_forward, layer.record.parallel
-    assert f is not None and (not parallel or (f.adds_plainly and not isinstance(f, Experts)))
-    mixer = struct("attention")(
-        joins=_branch(m, norm_before(m.norm, layer.qkv), layer.after_attention),
-        qkv=product_of(layer.qkv),
-        out=product_of(layer.out),
-        qk_weight=address_of(layer.qk_weight),
-        sinks=address_of(layer.sinks),
-        kv_heads=m.kv_heads,
-        group=m.group,
-        dim=m.key_dim,
-        value_dim=m.value_dim,
-        window=m.window or max_tokens,
-        qk_norm=_qk_norm(m),
-        scale=m.scale,
-        cap=m.soft_cap,
-        qk_eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
-    )
+    assert not parallel or (isinstance(f, FeedForward) and f.adds_plainly)
+    shared = {
+        "joins": _branch(m, norm_before(m.norm, layer.qkv), layer.after_attention),
+        "qkv": product_of(layer.qkv),
+        "out": product_of(layer.out),
+    }
+    if isinstance(m, Recurrence):
+        mixer, state = struct("attention")(**shared), _recurrence(m, layer.recurrence)
+    else:
+        mixer, state = _attention(layer, m, max_tokens, shared), struct("recurrence")()
+    forward = struct("feed_forward")() if f is None else _feed_forward(layer, f)
+    return struct("layer")(mixer, state, forward, parallel, -1)
+
+
+def _feed_forward(layer: Layer[Linear], f: FeedForward | Experts) -> Any:
     if isinstance(f, Experts):
         before = lower_norm(f.norm, layer.router_norm)
     else:
@@ -102,8 +108,47 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
         xielu=address_of(layer.xielu),
     )
     if isinstance(f, Experts):
-        forward.experts = ctypes.pointer(layer.experts.mixture(f))
-    return struct("layer")(mixer, forward, parallel, -1)
+        mixture = layer.experts.mixture(f)
+        mixture.correction = address_of(layer.router_bias)
+        mixture.sigmoid, mixture.scale = f.sigmoid, f.scale
+        forward.experts = ctypes.pointer(mixture)
+    return forward
+
+
+def _attention(layer: Layer[Linear], m: Attention, max_tokens: int, shared: dict[str, Any]) -> Any:
+    return struct("attention")(
+        **shared,
+        qk_weight=address_of(layer.qk_weight),
+        sinks=address_of(layer.sinks),
+        kv_heads=m.kv_heads,
+        group=m.group,
+        dim=m.key_dim,
+        value_dim=m.value_dim,
+        window=m.window or max_tokens,
+        qk_norm=_qk_norm(m),
+        scale=m.scale,
+        cap=m.soft_cap,
+        gates=m.group * m.value_dim if m.gate else 0,
+        qk_eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
+    )
+
+
+def _recurrence(m: Recurrence, weights: RecurrenceWeights | None) -> Any:
+    assert weights is not None
+    return struct("recurrence")(
+        *map(address_of, weights),
+        rule=_Rule[m.rule.upper()],
+        kernel=m.kernel,
+        channels=m.channels,
+        heads=m.heads,
+        key_heads=m.key_heads,
+        key_dim=m.key_dim,
+        value_dim=m.value_dim,
+        groups=m.groups,
+        norm_eps=m.norm_eps,
+        min_step=m.min_step,
+        max_step=m.max_step,
+    )
 
 
 def _qk_norm(m: Attention) -> int:

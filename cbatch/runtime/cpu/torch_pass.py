@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +15,22 @@ from torch import Tensor
 from cbatch.runtime.batch import PASS_ERRORS
 from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.torch_attention import TorchStep, attend, plan_step
+from cbatch.runtime.cpu.torch_recurrence import StateRows, mix, plan_states
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.layers import Layer, PairWeights
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward, Norm
+from cbatch.runtime.model.records import (
+    Attention,
+    Branch,
+    Experts,
+    FeedForward,
+    Norm,
+    Recurrence,
+)
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.rank_group import RankGroup
 
+_SIGMOID_EPS = 1e-6  # added to a sum of sigmoids
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -45,7 +53,8 @@ class TorchPass:
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
         self.ranks, self._pair = ranks, pair or PairWeights()
-        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in map(_mixer, layers)}
+        mixers = [each.mixer for each in config.layers if isinstance(each.mixer, Attention)]
+        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in mixers}
         self._kept: tuple[int, ...] = ()
 
     def keep(self, layers: tuple[int, ...]) -> None:
@@ -63,6 +72,8 @@ class TorchPass:
         progress: NDArray[np.int64] | None,
         states: Tensor | None = None,
         hidden: Tensor | None = None,
+        state_tables: NDArray[np.int32] | None = None,
+        state_slots: NDArray[np.int32] | None = None,
     ) -> Tensor:
         """Run a pass; see `CompiledDecoder.run`."""
         status = _status(tokens, self.config.vocab_size, logit_rows) or _status_of_blocks(
@@ -71,6 +82,9 @@ class TorchPass:
         if status:
             raise IndexError(PASS_ERRORS[status])
         step = plan_step(query_lens, context_lens, tables, kv.block_size)
+        self._sequences: list[StateRows] = []
+        if kv.state is not None:
+            self._sequences = plan_states(query_lens, context_lens, kv, state_tables, state_slots)
         x, pairs = self._input(tokens, states)
         for index, layer in enumerate(self.layers):
             if hidden is not None and index in self._kept:
@@ -119,13 +133,18 @@ class TorchPass:
         kv: KVCache,
     ) -> Tensor:
         mixer, feed_forward = layer.record.mixer, layer.record.feed_forward
-        assert feed_forward is not None
         rows = _normed(x, mixer.norm) if pairs is None else pairs
-        q, k, v = self._heads(layer, rows, step)
-        first_key = int(self.config.input is not None)  # position 0 has no state before it
-        mixed = attend(mixer, layer.sinks, step, kv, index, q, k, v, first_key)
-        mixed = self._summed(layer.out(mixed.flatten(1)))
+        if isinstance(mixer, Recurrence):
+            mixed = self._recurred(index, layer, mixer, rows, kv)
+        else:
+            q, k, v, gate = self._heads(layer, mixer, rows, step)
+            first_key = int(self.config.input is not None)  # position 0 has no state before it
+            mixed = attend(mixer, layer.sinks, step, kv, index, q, k, v, first_key).flatten(1)
+            mixed = mixed * gate.sigmoid() if mixer.gate else mixed
+        mixed = self._summed(layer.out(mixed))
         after = x + _joined(mixer, mixed, layer.after_attention)
+        if feed_forward is None:
+            return after
         rows = _normed(x if layer.record.parallel else after, feed_forward.norm)
         if isinstance(feed_forward, Experts):
             output = _mix(layer, feed_forward, rows)
@@ -135,9 +154,21 @@ class TorchPass:
             output = self._summed(layer.down(inner))
         return after + _joined(feed_forward, output, layer.after_forward)
 
-    def _heads(self, layer: Layer[Linear], rows: Tensor, step: TorchStep) -> list[Tensor]:
-        """Return queries [heads, T, key_dim], keys and values [kv_heads, T, dim] of a layer."""
-        m = layer.record.mixer
+    def _recurred(
+        self, index: int, layer: Layer[Linear], m: Recurrence, rows: Tensor, kv: KVCache
+    ) -> Tensor:
+        assert layer.recurrence is not None and kv.state is not None
+        memory = kv.state.layers[index]
+        assert memory is not None
+        lengths = [sequence.length for sequence in self._sequences]
+        parts = zip(layer.qkv(rows).split(lengths), self._sequences, strict=True)
+        return torch.cat([mix(m, layer.recurrence, memory, *part) for part in parts])
+
+    def _heads(
+        self, layer: Layer[Linear], m: Attention, rows: Tensor, step: TorchStep
+    ) -> list[Tensor]:
+        """Return queries [heads, T, key_dim], keys and values [kv_heads, T, dim] of a layer, and
+        gates [T, heads * value_dim] if it has them."""
         fused = layer.qkv(rows).view(len(rows), m.kv_heads, -1)
         width = (m.group + 1) * m.key_dim
         qk = fused[..., :width].unflatten(-1, (m.group + 1, m.key_dim))
@@ -149,7 +180,8 @@ class TorchPass:
         if m.norms_rotated:
             qk = _qk_normed(m, qk, layer.qk_weight)
         q, k = qk[:, :, : m.group].flatten(1, 2), qk[:, :, m.group]
-        return [each.transpose(0, 1) for each in (q, k, fused[..., width:])]
+        v, gate = fused[..., width : width + m.value_dim], fused[..., width + m.value_dim :]
+        return [*(each.transpose(0, 1) for each in (q, k, v)), gate.flatten(1)]
 
     def _summed(self, partial: Tensor) -> Tensor:
         return partial if self.ranks is None else self.ranks.sum(partial)
@@ -176,10 +208,6 @@ def _status_of_blocks(
         return 2
     used = tables[np.arange(width) < counts[:, None]]
     return 2 if ((used < 0) | (used > kv.scratch_block)).any() else 0
-
-
-def _mixer(layer: Layer[Any]) -> Attention:
-    return layer.record.mixer
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
@@ -236,9 +264,18 @@ def _mix(layer: Layer[Linear], f: Experts, rows: Tensor) -> Tensor:
     if layer.router_norm is not None:
         rows = rows * layer.router_norm
     scores = layer.gate_up(rows)
-    top, chosen = scores[:, : f.count].topk(f.chosen)
-    every = scores[:, : f.count].softmax(-1)
-    weights = top.softmax(-1) if f.normalized else every.gather(1, chosen)
+    every = scores[:, : f.count]
+    if f.sigmoid:
+        every = every.sigmoid()
+        bias = layer.router_bias
+        chosen = (every if bias is None else every + bias).topk(f.chosen).indices
+        weights = every.gather(1, chosen)
+        if f.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + _SIGMOID_EPS)
+        weights = weights * f.scale
+    else:
+        top, chosen = every.topk(f.chosen)
+        weights = top.softmax(-1) if f.normalized else every.softmax(-1).gather(1, chosen)
     output = torch.zeros_like(rows)
     for number, (gate_up, down) in enumerate(layer.experts):
         if number < f.count:

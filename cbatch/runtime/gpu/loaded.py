@@ -56,6 +56,9 @@ class GpuModels:
             size += self.draft.state_bytes
         return size
 
+    def state_bytes(self, block_size: int, max_drafts: int) -> tuple[int, int]:
+        return 0, 0
+
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.target.device)
         limits = StepLimits.of(self.draft, *step)

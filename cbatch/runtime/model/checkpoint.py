@@ -90,6 +90,8 @@ def open_checkpoint(
             source = GgufWeights(file, config, served, as_stored=as_stored)
         else:
             source = files = Safetensors(path)
+            if files.has_vision:
+                _logger.warning("%s: its vision tower is left out; prompts are text only", path)
             if config.tie_embeddings and _has_other_head(files):
                 _logger.warning(UNTIED, path)
                 config = structs.replace(config, tie_embeddings=False)

@@ -21,6 +21,7 @@ from cbatch.runtime.model.records import (
     LayerRecord,
     Norm,
     PairInput,
+    Recurrence,
     is_llama_like,
 )
 
@@ -58,7 +59,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     multiplied by `logit_scale` and become cap * tanh(logit / cap) with the cap `logit_softcap`; 0
     means no cap. `max_position_tokens` is the context length. With `input`, it is a draft head.
 
-    The properties describe the first layer; use them where all layers have its shape.
+    The properties describe the first layer, or the first with attention; use them where all layers
+    have its shape.
     """
 
     family: str
@@ -82,6 +84,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def plain(self) -> bool:
         """True if our own pass computes the model on every device."""
         rest = self.embedding_scale, self.head_bias, self.logit_scale, self.logit_softcap
+        if self.recurrent:
+            return False
         shapes = {
             (replace(each.mixer, window=None), each.feed_forward, each.parallel)
             for each in self.layers
@@ -97,7 +101,20 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def attention(self) -> Attention:
-        return self.layers[0].mixer
+        """Return the first attention; one without heads if there is none."""
+        mixers = (each.mixer for each in self.layers if isinstance(each.mixer, Attention))
+        return next(mixers, Attention(heads=0, kv_heads=0, key_dim=0, value_dim=0, scale=1.0))
+
+    @property
+    def recurrent(self) -> bool:
+        """True if a layer has a state."""
+        return any(isinstance(each.mixer, Recurrence) for each in self.layers)
+
+    @property
+    def state_page_bytes(self) -> int:
+        """Return the bytes of the states of all recurrent layers at one block boundary."""
+        mixers = (each.mixer for each in self.layers if isinstance(each.mixer, Recurrence))
+        return 4 * sum(mixer.page_floats for mixer in mixers)
 
     @property
     def feed_forward(self) -> FeedForward | Experts:

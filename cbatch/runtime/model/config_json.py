@@ -28,6 +28,7 @@ from cbatch.runtime.model.records import (
     Norm,
     Rope,
 )
+from cbatch.runtime.model.recurrence_json import join_blocks, parse_recurrence
 from cbatch.runtime.model.rope_json import parse_ropes
 
 _ACTIVATIONS: dict[str, Activation]
@@ -64,10 +65,13 @@ def parse_config(
     """Return the configuration that the JSON object `values` describes. Errors name `path` and the
     field; `names` maps field names to those of a file in another format. `family` is the one that
     `values` name, unless given. Raises ModelError as `load_config` does."""
+    values = _text_values(Fields(path, values, names=names))
     family = family or _family(Fields(path, values, names=names))
     # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
     f = Fields(path, {**defaults, **values}, names=names)
+    if family.blocks:
+        f = Fields(path, {**f.values, **join_blocks(f)}, names=names)
     _refuse_unsupported(f, family)
     numbers = {
         name: f.number(field) ** power
@@ -79,11 +83,17 @@ def parse_config(
     types = _layer_types(f, family, f.integer("num_hidden_layers"))
     windows = _windows(f, family, f.integer("num_hidden_layers"), types)
     main_rope, ropes = parse_ropes(f, family, windows, types, mixer.key_dim)
-    feed_forwards = _feed_forwards(f, family, norm, numbers)
-    rows = zip(ropes, windows, feed_forwards, strict=True)
+    feed_forwards: list[FeedForward | Experts | None]
+    feed_forwards = [*_feed_forwards(f, family, norm, numbers)]
+    recurrences = parse_recurrence(f, family, _branch(family.norms[:2], norm, numbers))
+    for index in f.get("without_forward", []):
+        feed_forwards[index] = None
+    rows = zip(ropes, windows, feed_forwards, recurrences, strict=True)
     layers = (
-        LayerRecord(replace(mixer, rope=rope, window=window), feed_forward, family.parallel)
-        for rope, window, feed_forward in rows
+        LayerRecord(
+            recurrence or replace(mixer, rope=rope, window=window), feed_forward, family.parallel
+        )
+        for rope, window, feed_forward, recurrence in rows
     )
     return ModelConfig(
         family=family.name,
@@ -92,7 +102,7 @@ def parse_config(
         max_position_tokens=_context_tokens(f, family, main_rope),
         layers=tuple(layers),
         norm=norm,
-        tie_embeddings=f.flag("tie_word_embeddings", False),
+        tie_embeddings=f.flag("tie_embedding", f.flag("tie_word_embeddings", False)),
         embedding_scale=numbers.get("embedding_scale", 1.0),
         head_bias=family.head_bias,
         logit_scale=numbers.get("logit_scale", 1.0),
@@ -102,6 +112,24 @@ def parse_config(
         torch_dtype=_dtype(f),
         quantisation=parse_quantisation(f.get("quantization_config"), f.error),
     )
+
+
+def _text_values(f: Fields) -> Mapping[str, Any]:
+    """Return the fields of the language model, if the architecture wraps one that we support."""
+    for architecture, family in families().items():
+        if any(name in family.wrappers for name in _architectures(f)):
+            values = f.get("text_config", {})
+            if not isinstance(values, dict):
+                raise f.error("text_config", f"must be an object, got {values!r:.40}")
+            return {**f.values, **values, "architectures": [architecture]}
+    return f.values
+
+
+def _architectures(f: Fields) -> list[str]:
+    names = f.get("architectures", [])
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise f.error("architectures", f"must be a list of names, got {names!r:.80}")
+    return names
 
 
 def _attention(f: Fields, family: Family, norm: Norm, numbers: dict[str, float]) -> Attention:
@@ -127,6 +155,7 @@ def _attention(f: Fields, family: Family, norm: Norm, numbers: dict[str, float])
         norms_whole=family.qk_norm == "whole",
         norms_rotated=family.qk_norm == "rotated",
         sinks=family.sinks,
+        gate=family.gate,
     )
 
 
@@ -145,17 +174,19 @@ def _feed_forwards(
     branch, activation = _branch(names, norm, numbers), _activation(f, family)
     dense = FeedForward(
         **branch,
-        inner=f.integer("intermediate_size"),
+        inner=_inner(f, family),
         activation=activation,
         gated=family.gated,
         bias=_bias(f, family.mlp_bias),
     )
     layers = range(f.integer("num_hidden_layers"))
-    if family.experts is None:
+    if family.experts is None or not _has_experts(f, family):
         return [dense for _ in layers]
     experts = _experts(f, family.experts, branch, activation)
     interval = f.integer("decoder_sparse_step", 1)
     dense_layers = f.get("mlp_only_layers", [])
+    if family.experts.dense:
+        dense_layers = [*range(min(f.integer(family.experts.dense, least=0), len(layers)))]
     valid = isinstance(dense_layers, list) and all(
         type(each) is int and each in layers for each in dense_layers
     )
@@ -163,6 +194,24 @@ def _feed_forwards(
         problem = f"must be a list of layers, 0 to {len(layers) - 1}; got {dense_layers!r:.40}"
         raise f.error("mlp_only_layers", problem)
     return [dense if i in dense_layers or (i + 1) % interval else experts for i in layers]
+
+
+def _has_experts(f: Fields, family: Family) -> bool:
+    if family.experts is None:
+        return False
+    return family.experts.shared_gate or f.integer("num_local_experts", least=0) > 0
+
+
+def _inner(f: Fields, family: Family) -> int:
+    """Return the inner width of a dense feed-forward, by LFM2's rule if it applies."""
+    if family.experts is not None and not family.experts.shared_gate:
+        return f.integer(family.experts.shared)
+    inner = f.integer("intermediate_size" if f.get("block_ff_dim") is None else "block_ff_dim")
+    if f.flag("block_auto_adjust_ff_dim", False):
+        multiple = f.integer("block_multiple_of")
+        inner = int(f.number("block_ffn_dim_multiplier") * int(2 * inner / 3))
+        inner = -(-inner // multiple) * multiple
+    return inner
 
 
 def _activation(f: Fields, family: Family) -> Activation:
@@ -188,7 +237,7 @@ def _experts(
             "num_experts_per_tok", f"must be at most the {count} experts of a layer, got {chosen}"
         )
     shared_width = f.integer(fields.shared, least=0) if fields.shared else 0
-    if shared_width % width:
+    if shared_width % width and fields.shared_gate:
         problem = f"must be a multiple of the width of an expert, {width}; got {shared_width}"
         raise f.error(fields.shared, problem, UnsupportedModelError)
     return Experts(
@@ -198,7 +247,12 @@ def _experts(
         inner=width,
         activation=activation,
         normalized=fields.normalized or f.flag("norm_topk_prob", False),
-        shared=shared_width // width,
+        shared=-(-shared_width // width),
+        shared_inner=shared_width,
+        shared_gate=fields.shared_gate,
+        sigmoid=bool(fields.correction),
+        corrected=bool(fields.correction) and f.flag(fields.correction, False),
+        scale=f.number("routed_scaling_factor", 1.0) if fields.correction else 1.0,
         bias=fields.clamped,
         limit=f.number("swiglu_limit") if fields.clamped else 0.0,
         alpha=f.number("swiglu_alpha") if fields.clamped else 0.0,
@@ -219,9 +273,7 @@ def _dtype(f: Fields) -> str | None:
 
 def _family(f: Fields) -> Family:
     known = families()
-    names = f.get("architectures", [])
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise f.error("architectures", f"must be a list of names, got {names!r:.80}")
+    names = _architectures(f)
     model_type = f.get("model_type")
     if not names:
         names = [name for name, family in known.items() if family.name == model_type]

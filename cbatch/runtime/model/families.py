@@ -17,12 +17,38 @@ class ExpertFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `width` names the field with the inner width of an expert. `shared` names the field with the
     total inner width of the experts that every token uses. `normalized`: a token's expert weights
     always sum to 1; otherwise the field `norm_topk_prob` decides. `clamped`: gpt-oss's activation.
+    `dense` names the number of first layers without experts. `correction` names the field that
+    decides whether a bias corrects the choice by sigmoids; "": the weights are a softmax.
+    `shared_gate`: a gate weights the shared experts. Without it, a model may have no other experts.
     """
 
     width: str
     shared: str = ""
     normalized: bool = False
     clamped: bool = False
+    shared_gate: bool = True
+    dense: str = ""
+    correction: str = ""
+
+
+class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The config fields of a family's recurrent layers, by the fields of `Recurrence`.
+
+    `types` names the field with each layer's type, `kinds` the types that are recurrent. Without
+    that field, every `full_every`th layer has attention.
+    """
+
+    rule: Literal["convolution", "delta", "scan"]
+    kinds: tuple[str, ...]
+    kernel: str
+    types: str = "layer_types"
+    bias: str = ""
+    conv_bias: str = ""
+    heads: str = ""
+    value_dim: str = ""
+    key_heads: str = ""
+    key_dim: str = ""
+    min_step: str = ""
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +73,11 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     norms: names of a layer's norms before and after attention, before and after the feed-forward.
     norm: fields of `Norm` that all norms share.
     parallel: attention and feed-forward read the same normed input.
-    gated, sinks, head_bias: fields of the records.
+    gated, sinks, gate, head_bias: fields of the records.
+    grouped: the projections of a delta rule are two tensors, by key head.
+    blocks: a layer of the checkpoint is a mixer or a feed-forward.
+    without: fields of the entry that `like` names that do not apply.
+    wrappers: architectures with other parts, such as a vision tower, whose `text_config` this is.
     numbers: factors and caps of the records -> (config field, power that it is raised to).
     unsupported: fields that must be absent, null or false.
     """
@@ -66,6 +96,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: bool = False
     gated: bool = True
     sinks: bool = False
+    gate: bool = False
     head_bias: bool = False
     windows: Literal["none", "all", "typed", "late"] = "none"
     full_every: int = 0
@@ -74,7 +105,12 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eps: str = "rms_norm_eps"
     numbers: dict[str, tuple[str, float]] = {}
     experts: ExpertFields | None = None
+    recurrence: RecurrenceFields | None = None
     unsupported: tuple[str, ...] = ()
+    grouped: bool = False
+    blocks: bool = False
+    wrappers: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=1)
@@ -93,5 +129,6 @@ def merged_entry(name: str, entries: dict[str, Any]) -> dict[str, Any]:
     """Return an entry merged over the entry that its `like` names; tables are merged, too."""
     own = dict(entries[name])
     base = merged_entry(own.pop("like"), entries) if "like" in own else {}
+    base = {key: value for key, value in base.items() if key not in own.get("without", ())}
     tables = [key for key in own if isinstance(own[key], dict) and key in base]
     return base | own | {key: base[key] | own[key] for key in tables}

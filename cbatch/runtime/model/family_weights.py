@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import torch
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.families import family_named
 from cbatch.runtime.model.gguf_file import GgufTensor
-from cbatch.runtime.model.weight_files import WeightSource
+from cbatch.runtime.model.records import Recurrence
+from cbatch.runtime.model.weight_files import Safetensors, WeightSource
 
 _EXPERTS = "mlp.experts"
 
@@ -25,6 +29,10 @@ class FamilyWeights(WeightSource):
         self._files, self._family = files, family_named(config.family)
         m = config.attention
         q, k, v = m.heads * m.key_dim, m.kv_heads * m.key_dim, m.kv_heads * m.value_dim
+        mixers = (each.mixer for each in config.layers)
+        self._recurrence = next((m for m in mixers if isinstance(m, Recurrence)), None)
+        ends = itertools.accumulate(1 + (each.feed_forward is not None) for each in config.layers)
+        self._first_blocks = [0, *ends]
         # Fused matrix -> {part: rows}.
         self._fused_rows = {
             "qkv_proj": {"q_proj": q, "k_proj": k, "v_proj": v},
@@ -45,22 +53,50 @@ class FamilyWeights(WeightSource):
             return self._experts(name, shape)
         module, _, kind = name.rpartition(".")
         parent, _, last = module.rpartition(".")
+        if self._family.grouped and last.startswith("in_proj_"):
+            return self._grouped(parent, last, shape[1])
         for fused in self._family.fused:
             rows = self._fused_rows[fused]
+            if fused == "gate_up_proj":
+                rows = dict.fromkeys(rows, shape[0])
             if last in rows:
                 fused_shape = sum(rows.values()), *shape[1:]
-                matrix = self._files.get(f"{parent}.{fused}.{kind}", fused_shape)
+                stored = self._stored_name(f"{parent}.{fused}")
+                matrix = self._files.get(f"{stored}.{kind}", fused_shape)
                 return dict(zip(rows, matrix.split(list(rows.values())), strict=True))[last]
         return self._files.get(f"{self._stored_name(module)}.{kind}", shape)
 
+    def _grouped(self, parent: str, part: str, columns: int) -> Tensor:
+        """Return a projection of a delta rule from tensors with the rows of a key head adjacent:
+        its query and key, and the values and gates, or factors and rates, of its value heads."""
+        m = self._recurrence
+        assert m is not None
+        group = m.heads // m.key_heads
+        values = group * m.value_dim
+        sizes = [m.key_dim, m.key_dim, values, values]
+        stored, names = "in_proj_qkvz", ["in_proj_qkv"] * 3 + ["in_proj_z"]
+        if part in ("in_proj_a", "in_proj_b"):
+            stored, names, sizes = "in_proj_ba", ["in_proj_b", "in_proj_a"], [group, group]
+        shape = m.key_heads * sum(sizes), columns
+        matrix = self._files.get(f"{self._stored_name(parent)}.{stored}.weight", shape)
+        parts = matrix.unflatten(0, (m.key_heads, -1)).split(sizes, dim=1)
+        chosen = [each for each, name in zip(parts, names, strict=True) if name == part]
+        return torch.cat([each.flatten(0, 1) for each in chosen])
+
     def _stored_name(self, module: str) -> str:
+        layer = re.match(r"model\.layers\.(\d+)\.(mlp|post_)?", module)
+        if self._family.blocks and layer:  # the name begins with the number of a block
+            block = self._first_blocks[int(layer[1])] + bool(layer[2])
+            module = f"backbone.layers.{block}.{module.split('.', 3)[3]}"
         for own_name, stored_name in self._family.names.items():
             if module.endswith(own_name):
                 return module.removesuffix(own_name) + stored_name
         return module
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if self._family.stacked == "outputs":
+        files, whole = self._files, self._stored_name(name)
+        has_whole = isinstance(files, Safetensors) and whole in files
+        if self._family.stacked == "outputs" or (has_whole and not self._family.stacked):
             return self._files.get(self._stored_name(name), shape)
         has_gates = "gate_up_proj" in name
         if self._family.stacked == "inputs":  # a matrix is [experts, inputs, outputs]

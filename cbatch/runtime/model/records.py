@@ -73,7 +73,8 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
     Scores are multiplied by `scale` and become soft_cap * tanh(score / soft_cap); 0: no cap.
     `qk_norm` norms each head, or with `norms_whole` all query heads of a token together, and all
     its key heads; with `norms_rotated` after the rotation. With `sinks`, each head has one more
-    score in its softmax.
+    score in its softmax. With `gate`, each head's output is multiplied by the sigmoid of a gate,
+    which follows its query in `q_proj`.
     """
 
     heads: int
@@ -90,6 +91,7 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
     norms_whole: bool = False
     norms_rotated: bool = False
     sinks: bool = False
+    gate: bool = False
 
     @property
     def group(self) -> int:
@@ -103,8 +105,75 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
 
     @property
     def row_width(self) -> int:
-        """Return the width of the fused projection: queries, K and V."""
-        return self.heads * self.key_dim + self.kv_values
+        """Return the width of the fused projection: queries, K, V and gates."""
+        gates = self.heads * self.value_dim if self.gate else 0
+        return self.heads * self.key_dim + self.kv_values + gates
+
+
+class Recurrence(Branch, frozen=True, kw_only=True, tag=True):
+    """A mixer with a state in place of K and V. First, each channel is convolved over its last
+    `kernel` inputs.
+
+    `convolution` (LFM2): gates before and after that, no activation. `delta`: the gated delta rule
+    (arXiv:2412.06464). `scan`: Mamba-2 (arXiv:2405.21060), whose keys are B, queries C and values
+    dt x, with `min_step` <= dt <= `max_step`. A value head reads key head h / (heads / key_heads).
+    The output is gated by SiLU and normed: by `delta` each head first, by `scan` each of `groups`
+    parts after the gate.
+    """
+
+    rule: Literal["convolution", "delta", "scan"]
+    heads: int
+    value_dim: int
+    kernel: int
+    key_heads: int = 0
+    key_dim: int = 0
+    bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = False
+    norm_eps: float = 0.0
+    groups: int = 1
+    min_step: float = 0.0
+    max_step: float = float("inf")
+
+    window = None
+    kv_values = 0
+
+    @property
+    def inner(self) -> int:
+        """Return the width of the output."""
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.inner
+
+    @property
+    def row_width(self) -> int:
+        """Return the width of the projection: the convolution's inputs, gates and rates."""
+        rates = {"convolution": self.inner, "delta": 2 * self.heads, "scan": self.heads}
+        return self.channels + self.inner + rates[self.rule]
+
+    @property
+    def page_floats(self) -> int:
+        """Return the numbers of the state at a block boundary: one of each head, and the last
+        inputs of the convolution."""
+        states = self.heads * self.key_dim * padded(self.value_dim) if self.key_dim else 0
+        return states + (self.kernel - 1) * padded(self.channels)
+
+    @property
+    def entry_floats(self) -> int:
+        """Return the numbers that a token adds to the state: the convolution's inputs, keys,
+        corrected values and cumulative decays."""
+        if not self.key_dim:
+            return padded(self.channels)
+        values = self.heads * (padded(self.value_dim) + 1)
+        return padded(self.channels) + padded(self.key_heads * self.key_dim) + values
+
+
+def padded(count: int) -> int:
+    """Return the count rounded up to whole vectors of any processor."""
+    return -(-count // 16) * 16
 
 
 class FeedForward(Branch, frozen=True, kw_only=True, tag=True):
@@ -121,8 +190,11 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
     """A mixture of `count` feed-forwards of inner width `inner`.
 
     A token uses its `chosen` most likely experts; with `normalized` their weights sum to 1. Every
-    token also uses `shared` experts of the same width, weighted by a gate. `limit` and `alpha` are
-    parameters of the clamped activation.
+    token also uses `shared` experts of the same width, weighted by a gate if `shared_gate`.
+    Their total width, `shared_inner`, may be less than theirs: the rest is zero.
+    `limit` and `alpha` are parameters of the clamped activation. With `sigmoid`, weights are
+    sigmoids times `scale` in place of a softmax, and with `corrected` experts are chosen with a
+    bias added to them.
     """
 
     count: int
@@ -131,16 +203,21 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
     activation: Activation = "silu"
     normalized: bool = True
     shared: int = 0
+    shared_inner: int = 0
+    shared_gate: bool = True
     bias: bool = False
     limit: float = 0.0
     alpha: float = 0.0
+    sigmoid: bool = False
+    corrected: bool = False
+    scale: float = 1.0
 
 
 class LayerRecord(msgspec.Struct, frozen=True):
-    """A layer. With `parallel`, both branches read its input. `feed_forward` is None where only
-    other code computes it."""
+    """A layer. With `parallel`, both branches read its input. `feed_forward` is None without
+    one, and where only other code computes it."""
 
-    mixer: Attention
+    mixer: Attention | Recurrence
     feed_forward: FeedForward | Experts | None
     parallel: bool = False
 
@@ -162,7 +239,9 @@ class PairInput(msgspec.Struct, frozen=True):
 def is_llama_like(layer: LayerRecord) -> bool:
     """Return whether every device computes this layer: pre-norms, and a gated feed-forward."""
     m, f = layer.mixer, layer.feed_forward
-    if not isinstance(f, FeedForward) or m.norm is None or f.norm is None:
+    if not isinstance(m, Attention) or not isinstance(f, FeedForward):
+        return False
+    if m.norm is None or f.norm is None:
         return False
     norms = [Norm(norm.name, norm.eps) for norm in (m.norm, f.norm)]
     mixer = Attention(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.records import Rope
+from cbatch.runtime.model.records import Attention, Rope
 
 _FIRST_POSITIONS = 256
 
@@ -32,8 +32,9 @@ def has_angles(config: ModelConfig) -> bool:
     """Return whether all angles up to the context length are finite. Valid fields may have
     quotients or logarithms that are not finite."""
     try:
-        ropes = {(layer.mixer.rope, layer.mixer.key_dim) for layer in config.layers}
-        fastest = max(inverse_frequencies(*each).max().item() for each in ropes)
+        mixers = [each.mixer for each in config.layers if isinstance(each.mixer, Attention)]
+        ropes = {(mixer.rope, mixer.key_dim) for mixer in mixers}
+        fastest = max((inverse_frequencies(*each).max().item() for each in ropes), default=0.0)
     except (ArithmeticError, ValueError):
         return False
     return fastest * config.max_position_tokens < torch.finfo(torch.float32).max

@@ -36,6 +36,9 @@ def parse_ropes(
         return by_type["full_attention"], [by_type[kind] for kind in types]
     rope = _rope(f, family, head_dim)
     no_rope = replace(rope, type="none", attention_factor=1.0)
+    field = "position_embedding_type"
+    if field in family.defaults and f.get(field) != "rope":
+        return rope, [no_rope] * len(windows)
     if family.ropes == "windowed" and any(windows):
         return rope, [no_rope if window is None else rope for window in windows]
     if family.ropes == "listed":

@@ -17,8 +17,12 @@ from cbatch.runtime.model.gguf_file import GgufTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Tensors that a model does not need: derived tensors, and scales of activations and KV.
-_NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.weight_shape$|\.(input|output|[kqv])_scale$")
+# Tensors that a model does not need: derived tensors, scales of activations and KV, and the heads
+# and towers that are left out.
+_NEEDLESS = re.compile(
+    r"rotary_emb\.inv_freq$|\.weight_shape$|\.(input|output|[kqv])_scale$|^mtp\.|^(model\.)?visual\."
+)
+_NESTED = "model.language_model."  # the prefix of the layers in a model with other parts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,6 +64,9 @@ class Safetensors(WeightSource):
                     "only safetensors weights can be loaded"
                 )
             self._names = dict.fromkeys(self._open(file).keys(), file)
+        self._nested = any(name.startswith(_NESTED) for name in self._names)
+        self._names = {name.replace(_NESTED, "model.", 1): at for name, at in self._names.items()}
+        self.has_vision = any(re.match(r"(model\.)?visual\.", name) for name in self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -69,7 +76,7 @@ class Safetensors(WeightSource):
         tensor."""
         if name not in self._names:
             return None
-        dtype: str = self._read(name, lambda file: file.get_slice(name).get_dtype())
+        dtype: str = self._read(name, lambda file: file.get_slice(self._stored(name)).get_dtype())
         return dtype
 
     def scalar(self, name: str) -> float | None:
@@ -96,9 +103,12 @@ class Safetensors(WeightSource):
 
     def read(self, name: str) -> Tensor:
         """Return the tensor as stored, of any dtype and shape."""
-        tensor: Tensor = self._read(name, lambda file: file.get_tensor(name))
+        tensor: Tensor = self._read(name, lambda file: file.get_tensor(self._stored(name)))
         self._read_names.add(name)
         return tensor
+
+    def _stored(self, name: str) -> str:
+        return name.replace("model.", _NESTED, 1) if self._nested else name
 
     def unread(self) -> set[str]:
         return {n for n in self._names if not _NEEDLESS.search(n)} - self._read_names
