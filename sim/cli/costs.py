@@ -109,8 +109,11 @@ def _devices(
     names: dict[str, Any] = {"gpu": gpu, "model": model, "tensor_parallel_size": parts}
     names |= {name: v for name in _NAMED if (v := getattr(scenario, name)) is not None}
     engine: dict[str, Any] = {"max_model_len": config.shape.max_position_embeddings}
+    if shape.recurrent_layers:  # three pages for each slot and one for a cached prefix
+        max_rows = scenario.max_num_seqs or ENGINE_DEFAULTS["max_num_seqs"]
+        engine["num_state_pages"] = scenario.num_state_pages or 4 * max_rows
     if scenario.num_blocks is None:
-        pool = _pool_settings(scenario)
+        pool = _pool_settings(scenario, engine.get("num_state_pages", 0))
         engine["num_blocks"] = pool_blocks(config, pool)
         names |= {"pool": pool.rules, "gpu_memory_utilization": pool.gpu_memory_utilization}
     if draft is not None:
@@ -124,7 +127,7 @@ def _shape(scenario: Scenario, model: str) -> ModelShape:
     return msgspec.structs.replace(shape, kv_bytes=1) if is_fp8 else shape
 
 
-def _pool_settings(scenario: Scenario) -> PoolSettings:
+def _pool_settings(scenario: Scenario, state_pages: int) -> PoolSettings:
     sizes = ENGINE_DEFAULTS | {
         name: v for name in ENGINE_DEFAULTS if (v := getattr(scenario, name)) is not None
     }
@@ -135,4 +138,5 @@ def _pool_settings(scenario: Scenario) -> PoolSettings:
         max_rows=sizes["max_num_seqs"],
         gpu_memory_utilization=MEMORY_SHARE if share is None else share,
         rules=scenario.pool or DEFAULT_RULES,
+        state_pages=state_pages,
     )

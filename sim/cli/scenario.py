@@ -28,7 +28,8 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "queue_policy": "fcfs",
 }
 # Options that set the field of `SchedulerConfig` with the same name.
-SIZES = (*ENGINE_DEFAULTS, "num_blocks", "max_model_len", "itl_target_s", "prompt_share")
+STATES = ("num_state_pages", "state_interval")
+SIZES = (*ENGINE_DEFAULTS, *STATES, "num_blocks", "max_model_len", "itl_target_s", "prompt_share")
 
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
 _SOURCES = ("step_seconds", "cost", "cost_table")
@@ -125,6 +126,8 @@ class Scenario(PacedTrace, frozen=True, kw_only=True):
     itl_target_s: Annotated[float | None, engine_knob("itl_target_s")] = None
     block_size: Annotated[int | None, engine_knob("block_size")] = None
     num_blocks: Annotated[int | None, engine_knob("num_blocks")] = None
+    num_state_pages: Annotated[int | None, engine_knob("num_state_pages")] = None
+    state_interval: Annotated[int | None, engine_knob("state_interval")] = None
     pool: Annotated[
         str | None,
         _engine(

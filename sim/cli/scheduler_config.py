@@ -13,7 +13,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.speculation.config import LookaheadConfig
 from sim.cli.costs import PricedScenario
-from sim.cli.scenario import ENGINE_DEFAULTS, SIZES, Scenario
+from sim.cli.scenario import ENGINE_DEFAULTS, SIZES, STATES, Scenario
 from sim.cost.pool import recorded_blocks
 from sim.workload.options import warn
 
@@ -30,6 +30,8 @@ def as_recorded(scenario: Scenario, config: SchedulerConfig) -> tuple[Scenario, 
     recorded = {field: getattr(config, field) for field in (*SIZES, "enable_prefix_caching")}
     if scenario.has_device:
         del recorded["num_blocks"]
+    if not config.num_state_pages:
+        recorded = {field: value for field, value in recorded.items() if field not in STATES}
     filled = {name: value for name, value in recorded.items() if getattr(scenario, name) is None}
     return replace(scenario, **filled), sorted(filled)
 

@@ -63,6 +63,7 @@ class PoolSettings(NamedTuple):
     max_rows: int = 256
     gpu_memory_utilization: float = MEMORY_SHARE
     rules: str = DEFAULT_RULES
+    state_pages: int = 0
 
     def check(self) -> None:
         """Raises `FieldError` for an unknown rule or a memory share outside (0, 1]."""
@@ -88,6 +89,7 @@ def pool_blocks(config: RooflineConfig, settings: PoolSettings | None = None) ->
     reserved = max(reserved_bytes(shape, settings, num_devices) for shape in shapes)
     token_bytes = sum(config.kv_token_bytes(shape) for shape in shapes)
     kv_bytes = settings.gpu_memory_utilization * total_bytes - weight_bytes - reserved
+    kv_bytes -= settings.state_pages * config.shape.state_page_bytes / num_devices
     blocks = int(kv_bytes // (token_bytes * settings.block_tokens))
     if blocks < 1:
         raise FieldError(

@@ -109,8 +109,9 @@ class ModelRates:
         self._sample_s = passes * VALUE_BYTES * shape.vocab_size * byte_s
         # Attention: scores and the weighted sum of values for a pair, and the KV of a position.
         width = shape.num_attention_heads * shape.head_size
-        self.attention_s = layers * config.attention_s
-        self.pair_s = 4.0 * layers * width * peak_s / config.attention_efficiency
+        self.attention_s = shape.attention_layers * config.attention_s
+        self.pair_s = 4.0 * shape.attention_layers * width * peak_s / config.attention_efficiency
+        self.state_s = shape.state_page_bytes / parts * byte_s  # read for each decoding row
         self.context_token_s = config.kv_token_bytes(shape) * byte_s
         # Small kernels and all-reduces: for a token, and their shortest times.
         kernels = 6 if shape.has_qk_norms else 4  # two norms, activation, write to KV
@@ -160,6 +161,7 @@ class Roofline:
         if work.decode_rows:
             pairs_s = target.pair_s * work.decode_pairs
             read_s = target.context_token_s * (work.context_tokens - work.prefill_context_tokens)
+            seconds += target.state_s * work.decode_rows
             seconds += target.attention_s + (pairs_s if pairs_s > read_s else read_s)
         if work.prefill_tokens:  # a kernel of its own, after the decoding rows' kernel
             pairs = work.prefill_pairs + config.query_keys * work.prefill_tokens

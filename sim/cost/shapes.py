@@ -47,6 +47,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight_bits: float = 8 * VALUE_BYTES  # of the layers' matrices, with their scales
     has_8bit_products: bool = False  # activations are quantised to 8 bits, too
     kv_bytes: int = VALUE_BYTES  # of a key's or value's element
+    recurrent_layers: int = 0  # of `num_hidden_layers`; the others have attention
+    recurrent_weights: int = 0  # of one such layer, without its MLP
+    state_values: int = 0  # of one such layer's state, fp32
 
     @property
     def head_size(self) -> int:
@@ -67,11 +70,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def common_weights(self) -> int:
         """Return the number of weights in the layers' matrices that all tokens use."""
         hidden, layers = self.hidden_size, self.num_hidden_layers
+        recurrent = self.recurrent_layers * self.recurrent_weights
         heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
         dense = self.dense_layers if self.num_experts else layers
         widths = dense * self.intermediate_size + (layers - dense) * self.shared_intermediate_size
         routers = (layers - dense) * self.num_experts
-        return hidden * (layers * heads * self.head_size + 3 * widths + routers)
+        attention = self.attention_layers * heads * self.head_size
+        return recurrent + hidden * (attention + 3 * widths + routers)
 
     @property
     def layer_weights(self) -> int:
@@ -95,7 +100,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def kv_token_bytes(self) -> int:
         heads = 2 * self.num_key_value_heads
-        return self.kv_bytes * self.num_hidden_layers * heads * self.head_size
+        return self.kv_bytes * self.attention_layers * heads * self.head_size
+
+    @property
+    def attention_layers(self) -> int:
+        return self.num_hidden_layers - self.recurrent_layers
+
+    @property
+    def state_page_bytes(self) -> int:
+        """Return the bytes of the states of all recurrent layers at one block boundary."""
+        return 4 * self.recurrent_layers * self.state_values
 
     @property
     def mlp_size(self) -> int:
@@ -153,12 +167,36 @@ def _shape_of(config: dict[str, Any], path: Path) -> ModelShape:
         dense = config.get("first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
         fields |= {"num_experts": count, "moe_intermediate_size": width, "dense_layers": dense}
         fields |= {"shared_intermediate_size": shared}
+    if kinds := [kind for kind in config.get("layer_types") or () if kind in _RECURRENT]:
+        fields |= {"recurrent_layers": len(kinds)} | _recurrent(config, kinds[0])
     if given := config.get("quantization_config"):
         fields["weight_bits"], fields["has_8bit_products"] = _quantised(given, path)
     return msgspec.convert(fields, ModelShape)
 
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_RECURRENT = ("linear_attention", "conv", "mamba")  # in `layer_types`
+
+
+def _recurrent(config: dict[str, Any], kind: str) -> dict[str, int]:
+    """Return the weights and the state of a gated delta rule, a short convolution or Mamba-2."""
+    hidden = config["hidden_size"]
+    if kind == "conv":
+        values = hidden * (config["conv_L_cache"] - 1)
+        return {"recurrent_weights": 4 * hidden**2, "state_values": values}
+    prefix = "mamba" if "mamba_n_heads" in config else "linear"
+    names = {"linear": _DELTA_FIELDS, "mamba": _MAMBA_FIELDS}[prefix]
+    keys, key_dim, heads, dim, kernel = (config[f"{prefix}_{name}"] for name in names)
+    channels = 2 * keys * key_dim + heads * dim
+    rows = channels + 2 * heads * dim + heads  # the output's projection, too
+    values = heads * key_dim * dim + (kernel - 1) * channels
+    return {"recurrent_weights": hidden * rows, "state_values": values}
+
+
+_DELTA_FIELDS = (
+    *("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"),
+)
+_MAMBA_FIELDS = ("n_groups", "d_state", "n_heads", "d_head", "d_conv")
 
 
 def _quantised(given: dict[str, Any], path: Path) -> tuple[float, bool]:

@@ -33,23 +33,27 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def _check_pages(state: SchedulerState, pages: SlotPages, leaving: list[int]) -> None:
     """Check the references of state pages, and that each row has those it needs and no others."""
-    table, size = state.table, state.pool.block_size
+    table, size, in_flight = state.table, state.pool.block_size, state.in_flight
     references = np.zeros(pages.pool.size, dtype=np.int32)
     for slot in {*leaving, *state.decoding, *state.prefilling}:
-        held = pages.tables[slot][pages.tables[slot] >= 0]
-        references[held] += 1
+        own_pages = pages.tables[slot][pages.tables[slot] >= 0]
+        references[own_pages] += 1
     assert (references == pages.pool.ref_counts).all(), "page references and tables disagree"
-    assert pages.room(overlaps=len(state.in_flight) > 1) >= 0, "slots may run out of pages"
+    assert pages.room(overlaps=len(in_flight) > 1) >= 0, "slots may run out of pages"
     for slot in (*state.decoding, *state.prefilling):
         current = table.kv_len(slot) // size
-        have = (pages.tables[slot] >= 0).nonzero()[0]
-        pending = [int(s.plan.query_lens[s.plan.slots == slot].sum()) for s in state.in_flight]
-        last = min(table.kv_len(slot) + sum(pending), int(table.max_total[slot])) // size
-        assert have.tolist() == sorted(set(have.tolist())) and pages.current[slot] == current
-        assert set(range(max(current, 1), current + 1)) <= set(have.tolist())
-        assert (have >= current).all(), "a passed page is held"
+        boundaries = (pages.tables[slot] >= 0).nonzero()[0].tolist()
+        assert pages.current[slot] == current
+        assert not boundaries or boundaries[0] >= max(current, 1), (
+            "a passed page is still the slot's"
+        )
+        assert not current or boundaries[0] == current, "the state to continue from has no page"
         if slot in state.decoding:
-            assert (have <= max(last, current + 1)).all(), "a page is reserved and not released"
+            pending = [step.plan.query_lens[step.plan.slots == slot].sum() for step in in_flight]
+            reached = table.kv_len(slot) + int(sum(pending))
+            last = min(reached, int(table.max_total[slot])) // size
+            assert boundaries[-1:] <= [max(last, current + 1)], "a page is reserved and unused"
+            assert not last or boundaries[-1] >= last, "a plan in flight has no page"
 
 
 def _check_row(state: SchedulerState, owner: Sequence) -> None:

@@ -41,8 +41,8 @@ class ShadowStates:
         require(page is not None, f"{slot.label}: no page at boundary {boundary}")
         cell, expected = int(self._cells[page]), int(slot.hashes[boundary * self._size - 1])
         if cell != expected:
-            found = {UNWRITTEN: "nothing", POISON: "a non-finite value"}.get(cell, "another state")
-            raise ContractBreachError(f"{slot.label}: page {page}, block {boundary}: {found}")
+            what = {UNWRITTEN: "nothing", POISON: "a non-finite value"}.get(cell, "another state")
+            raise ContractBreachError(f"{slot.label}: page {page}, block {boundary}: {what}")
 
     def write(self, slot: CheckedSlot, start: int, hashes: np.ndarray) -> list[int]:
         """Write the states at the boundaries after `start` that tokens with these hashes reach, and

@@ -168,6 +168,31 @@ def requests() -> list[Request]:
     ]
 
 
+def crowded(depth: int = 0, **more: Any) -> World:
+    """Return a world with too few blocks and pages for its requests, two of which fail."""
+    sizes = {"num_state_pages": 24, "state_interval": 2, "num_blocks": 60, "lookahead": "fixed:5"}
+    faults = Faults(non_finite_at={"r4": 2, "r7": 0})
+    served = world(depth=depth, faults=faults, **sizes | more)
+    served.add(*requests())
+    return served
+
+
+@pytest.mark.parametrize("interval", [2, 7])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_crowd_is_served_as_if_alone(depth: int, interval: int) -> None:
+    served = crowded(depth, state_interval=interval, num_state_pages=48)
+    pages = served.scheduler.state.pages
+    assert pages is not None
+    served.run()
+    served.assert_reference(*(f"r{i}" for i in range(30) if i not in (4, 7)))
+    stats = served.scheduler.stats
+    assert stats.prefix_hit_tokens > 100 and stats.preemptions > 0
+    given = [plan.deltas.state_pages for plan in served.plans]  # slots, boundaries, pages
+    skips = [(np.diff(each[1]) > 1) & (np.diff(each[0]) == 0) for each in given]
+    assert any(each.any() for each in skips), "no chunk left a page before its last boundary"
+    assert pages.pool.num_free + pages.pool.num_cached == pages.pool.size and not pages._extra
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -176,24 +201,13 @@ def requests() -> list[Request]:
         rejected_drafts_count,
         an_evicted_page_has_its_owner,
         a_failed_sequence_leaves_its_pages,
-        None,
     ],
-    ids=lambda plant: getattr(plant, "__name__", "none"),
+    ids=lambda plant: plant.__name__,
 )
 def test_a_planted_fault_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = Faults(non_finite_at={"r4": 2, "r7": 0})
-    served = world(
-        num_state_pages=24, lookahead="fixed:5", state_interval=2, num_blocks=60, faults=faults
-    )
-    served.add(*requests())
-    if plant is None:
-        served.run()
-        served.assert_reference(*(f"r{i}" for i in range(30) if i not in (4, 7)))
-        assert served.scheduler.stats.prefix_hit_tokens > 200
-        assert served.scheduler.stats.preemptions > 0
-        return
     plant(monkeypatch)
+    served = crowded()
     with pytest.raises((ContractBreachError, AssertionError)):
         served.run()

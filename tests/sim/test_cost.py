@@ -15,6 +15,8 @@ from msgspec import structs
 from bench.simulator import against_vllm
 from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.config import SchedulerConfig
+from sim.cli.scenario import Scenario
+from sim.cli.scheduler_config import as_recorded
 from sim.cost.base import constant_cost
 from sim.cost.pool import (
     RULES,
@@ -30,7 +32,7 @@ from sim.executor.fake import FakeExecutor
 from sim.replay.replay import replay
 from sim.workload.sources import ClosedLoop
 from sim.workload.traces.request import TraceRequest
-from tests.helpers import decoding, prefilling
+from tests.helpers import decoding, make_config, prefilling
 
 # A device and a model of round numbers: 1 TFLOP/s and 1 GB/s, all of it reached.
 GPU = Gpu(
@@ -417,3 +419,48 @@ def test_the_bench_reads_the_recorded_pool(tmp_path: Path) -> None:
     assert found(hardware | {"vllm_version": "0.28.0"}) != found(hardware)
     with pytest.raises(FieldError, match="--num-blocks: .* has neither blocks nor"):
         found({})
+
+
+def test_recurrent_layers_have_state_pages_in_place_of_kv(tmp_path: Path) -> None:
+    delta = {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    mamba = {"layer_types": ["mamba"], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    mamba |= {"mamba_n_groups": 2, "mamba_d_conv": 4}
+    conv = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    shapes = []
+    for more in (delta, mamba, conv):
+        fields = sizes | {"vocab_size": 99, "num_hidden_layers": len(more["layer_types"])} | more
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        shapes.append(load_shape(str(tmp_path)))
+    # q, k, v, z, the output and the rates; the states of the heads and three inputs of the kernel.
+    layer = 64 * (2 * 16 + 3 * 32 + 4), 4 * 8 * 8 + 3 * 64
+    for shape, count in zip(shapes, (3, 1), strict=False):
+        assert (shape.recurrent_weights, shape.state_values) == (64 * (64 + 64 + 4), layer[1])
+        assert shape.recurrent_weights == layer[0] and shape.recurrent_layers == count
+        assert shape.state_page_bytes == 4 * count * layer[1]
+    assert shapes[2].recurrent_weights == 4 * 64**2 and shapes[2].state_page_bytes == 4 * 2 * 64
+    hybrid = shapes[0]
+    assert hybrid.attention_layers == 1 and hybrid.kv_token_bytes == 2 * 2 * 4 * 16
+    # A decoding row reads its states; the pool has fewer blocks.
+    byte_s = 1 / (GPU.memory_bytes_per_s * IDEAL["memory_efficiency"])
+    assert Roofline(config(shape=hybrid))._target.state_s == hybrid.state_page_bytes * byte_s
+    device = RooflineConfig(gpu=load_gpu("H100"), shape=hybrid)
+    lost = pool_blocks(device) - pool_blocks(device, PoolSettings(state_pages=1000))
+    pages = 1000 * hybrid.state_page_bytes / (16 * hybrid.kv_token_bytes)
+    assert lost == pytest.approx(pages, abs=1)
+
+
+def test_a_log_of_recurrent_layers_sets_the_pages() -> None:
+    scenario = Scenario(trace="log", cost="prices.json")
+    for pages, expected in ((40, (40, 3)), (0, (None, None))):
+        recorded = make_config(num_state_pages=pages, state_interval=3)
+        filled, names = as_recorded(scenario, recorded)
+        assert (filled.num_state_pages, filled.state_interval) == expected
+        assert ("state_interval" in names) == (pages > 0)

@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 
 from cbatch.core.scheduler.queue import Rank
+from cbatch.core.scheduler.sequence import Sequence
+from cbatch.core.scheduler.state import SchedulerState
 
 
 def fit_drafts(
@@ -104,3 +106,31 @@ def decide_growth(
 def _blocks_beyond(row: PreemptionCandidate, tokens: int, block_size: int) -> int:
     needed_tokens = min(row.kv_tokens + tokens, row.max_tokens)
     return max(0, -(-needed_tokens // block_size) - row.blocks_held)
+
+
+def candidate_of(
+    state: SchedulerState,
+    sequence: Sequence,
+    drafts_by_slot: dict[int, int],
+    max_kv_len: np.ndarray,
+) -> PreemptionCandidate:
+    table, slot = state.table, sequence.slot
+    assert slot is not None
+    new_tokens = int(table.num_tokens[slot]) - sequence.tokens_at_admission
+    blocks = state.block_row(slot)
+    return PreemptionCandidate(
+        slot=slot,
+        rank=sequence.rank,
+        decodes=slot in drafts_by_slot,
+        kv_tokens=int(max_kv_len[slot]) - 1,
+        num_drafts=drafts_by_slot.get(slot, 0),
+        max_tokens=int(table.max_total[slot]),
+        blocks_held=len(blocks),
+        blocks_freed=state.pool.count_unshared(blocks),
+        in_flight=is_in_flight(state, slot),
+        protected=sequence.preemptions > 0 and new_tokens < state.pool.block_size,
+    )
+
+
+def is_in_flight(state: SchedulerState, slot: int | None) -> bool:
+    return any((step.plan.slots == slot).any() for step in state.in_flight)

@@ -17,15 +17,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
 from cbatch.core.prices.step_work import StepWork
-from cbatch.core.scheduler.draftable_rows import DraftableRows
+from cbatch.core.scheduler.caching_pool import ONE
 from cbatch.core.scheduler.plan import StepPlan
-from cbatch.core.scheduler.preemption import PreemptionCandidate, decide_growth, fit_drafts
+from cbatch.core.scheduler.preemption import candidate_of, decide_growth, fit_drafts, is_in_flight
 from cbatch.core.scheduler.sequence import Sequence
 from cbatch.core.scheduler.slot_pages import SlotPages
 from cbatch.core.scheduler.slot_table import DecodeBatch, InFlightStep, RowTokens
@@ -140,7 +141,7 @@ def _preempt(
     pool, max_kv_len = state.pool, _token_bounds(state)[1]
     drafts_by_slot = dict(zip(batch.slots.tolist(), tokens.num_drafts.tolist(), strict=True))
     candidates = [
-        _candidate(state, owner, drafts_by_slot, max_kv_len)
+        candidate_of(state, owner, drafts_by_slot, max_kv_len)
         for owner in state.owners
         if owner is not None and not owner.pending_preemption
     ]
@@ -149,7 +150,7 @@ def _preempt(
     pending = sum(pool.count_unshared(state.block_row(slot)) for slot in leaving)
     growth = decide_growth(candidates, pool.num_available, pending, pool.block_size)
     for sequence in state.owners_of(growth.victims):
-        if _is_in_flight(state, sequence.slot):
+        if is_in_flight(state, sequence.slot):
             sequence.pending_preemption = True
             state.pending_preemption.append(sequence)
         else:
@@ -161,34 +162,6 @@ def _preempt(
     max_kv_len = np.minimum(max_kv_len[batch.rows] + drafts, state.table.max_total[batch.rows])
     _append_blocks(state, batch, max_kv_len)
     return batch, RowTokens.of(drafts, catch_up, int(np.add.reduce(catch_up)))
-
-
-def _candidate(
-    state: SchedulerState,
-    sequence: Sequence,
-    drafts_by_slot: dict[int, int],
-    max_kv_len: np.ndarray,
-) -> PreemptionCandidate:
-    table, slot = state.table, sequence.slot
-    assert slot is not None
-    new_tokens = int(table.num_tokens[slot]) - sequence.tokens_at_admission
-    blocks = state.block_row(slot)
-    return PreemptionCandidate(
-        slot=slot,
-        rank=sequence.rank,
-        decodes=slot in drafts_by_slot,
-        kv_tokens=int(max_kv_len[slot]) - 1,
-        num_drafts=drafts_by_slot.get(slot, 0),
-        max_tokens=int(table.max_total[slot]),
-        blocks_held=len(blocks),
-        blocks_freed=state.pool.count_unshared(blocks),
-        in_flight=_is_in_flight(state, slot),
-        protected=sequence.preemptions > 0 and new_tokens < state.pool.block_size,
-    )
-
-
-def _is_in_flight(state: SchedulerState, slot: int | None) -> bool:
-    return any((step.plan.slots == slot).any() for step in state.in_flight)
 
 
 # ---- 2. and 3. prompts --------------------------------------------------------------------------
@@ -357,5 +330,62 @@ def _reserve_pages(
     """Give the rows of a plan the state pages that it may write."""
     max_kv_len, rows = _token_bounds(state)[1], batch.index
     pages.reserve(rows, np.minimum(max_kv_len[rows] + num_drafts, state.table.max_total[rows]))
-    for chunk, owner in zip(chunks, state.owners_of([c.slot for c in chunks]), strict=True):
-        pages.reserve_chunk(chunk.slot, owner, max_kv_len.item(chunk.slot) - 1 + chunk.query_len)
+    for chunk in chunks:
+        pages.reserve_chunk(chunk.slot, max_kv_len.item(chunk.slot) - 1 + chunk.query_len)
+
+
+class DraftableRows:
+    """The decoding rows as a lookahead policy sees them (`policy.PlannedRows`), computed late."""
+
+    def __init__(self, state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> None:
+        self._state, self._batch, self._num_known = state, batch, num_known
+        self.rows, self.num_rows = batch.rows, len(batch.slots)
+
+    @cached_property
+    def max_drafts(self) -> np.ndarray:
+        state, batch = self._state, self._batch
+        max_drafts = batch.max_drafts.num_drafts
+        if state.in_flight or batch.tokens_until_end < state.policy.max_depth:
+            max_drafts = np.minimum(max_drafts, np.maximum(self.remaining_tokens, 0))
+        return max_drafts
+
+    @cached_property
+    def draft_kv_lag(self) -> np.ndarray:
+        """Known tokens but the last that each row's draft KV lacks, int32 [rows]."""
+        table, rows, num_known = self._state.table, self.rows, self._num_known
+        if not self._state.has_draft_kv:
+            return table.zeros[: self.num_rows]
+        lag: np.ndarray = num_known - ONE - table.draft_kv[rows]
+        if not self._state.decode_batch().all_catch_up:
+            lag = lag * (num_known <= table.catch_up_end[rows])
+        return lag
+
+    @cached_property
+    def budget_tokens(self) -> int:
+        """Most drafts and catch-up tokens of all rows together. While prompts wait, it is at most
+        half of the step's budget, and leaves time for a chunk within the target gap."""
+        state, target_s = self._state, self._batch.itl_target_s
+        has_prompts = bool(state.prefilling or state.waiting)
+        budget = (state.config.max_num_batched_tokens - self.num_rows) >> has_prompts
+        if target_s is not None:
+            chunks, work = state.chunk_sizes, StepWork.decoding(self.num_rows, self.context_tokens)
+            fitting = chunks.tokens_within(target_s, work, work.context_tokens // self.num_rows)
+            if has_prompts:
+                fitting -= chunks.chunk(work, 0, target_s)
+            budget = max(min(budget, fitting), 0)
+        return budget
+
+    @property
+    def context_tokens(self) -> int:
+        return int(np.add.reduce(self._num_known))
+
+    @cached_property
+    def num_prompts(self) -> int:
+        return len(self._state.prefilling) + min(
+            len(self._state.waiting), self._state.table.num_free
+        )
+
+    @property
+    def remaining_tokens(self) -> np.ndarray:
+        remaining: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known
+        return remaining

@@ -29,9 +29,6 @@ class Sequence(msgspec.Struct, eq=False):
     slot: int | None = None
     last_node: Node = ROOT  # in the prefix cache, of the last block that has a node
     num_nodes: int = 0  # leading blocks that have nodes, promised or ready
-    # Block boundaries whose state pages enter the prefix cache: the last one of the tokens known at
-    # admission, and the one where they leave the cached path.
-    kept_boundaries: tuple[int, ...] = ()
     tokens_at_admission: int = 0
     overtaken_tokens: int = 0  # tokens of later prompts, computed while this sequence prefills
     preemptions: int = 0

@@ -24,7 +24,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.page_pool import NO_PAGE, PagePool
-from cbatch.core.scheduler.pending_deltas import PendingDeltas
+from cbatch.core.scheduler.plan import PendingDeltas
 from cbatch.core.scheduler.sequence import Sequence
 from cbatch.core.scheduler.slot_table import InFlightStep, SlotTable, runs
 
@@ -62,6 +62,9 @@ class SlotPages:
         self.tables = np.full((slots, max_blocks + 1), NO_PAGE, dtype=np.intp)
         # By slot: the current boundary, and the last one that has a page.
         self.current, self.last = np.zeros((2, slots), dtype=np.intp)
+        # Boundaries to keep, in addition to those by interval: the last one of the tokens known at
+        # admission, and the one where they leave the cached path.
+        self._kept = np.zeros((slots, 2), dtype=np.intp)
         self._extra: list[tuple[int, int]] = []  # slots and boundaries
 
     def room(self, num_new_slots: int = 0, *, overlaps: bool) -> int:
@@ -77,13 +80,13 @@ class SlotPages:
         """Begin after a prefix hit, and return the page there; None: there is no hit. Of the other
         `blocks` of the prompt, those at boundaries to keep are promised a page."""
         end = (len(sequence.tokens) - 1) // self._config.block_size
-        sequence.kept_boundaries = end, match.num_known
+        self._kept[slot] = end, match.num_known
         hits, page = len(match.blocks), None
         self.current[slot] = self.last[slot] = hits
         if hits:
             page = self.tables[slot, hits] = self.pool.page_of(match.blocks[-1])
             self.pool.acquire([page])
-        self.pool.promise(blocks[[b - 1 for b in self._to_keep(sequence, hits + 1, end + 1)]])
+        self.pool.promise(blocks[[b - 1 for b in self._to_keep(slot, hits + 1, end + 1)]])
         return page
 
     def reserve(self, slots: np.ndarray, num_positions: np.ndarray) -> None:
@@ -94,14 +97,14 @@ class SlotPages:
             self._give(*runs(slots[short], last[short] + 1, ends[short] - last[short]))
             self.last[slots[short]] = ends[short]
 
-    def reserve_chunk(self, slot: int, sequence: Sequence, num_positions: int) -> None:
+    def reserve_chunk(self, slot: int, num_positions: int) -> None:
         """Give a slot the page at the last boundary of a chunk that ends after `num_positions`,
         and, as far as there is room, those to keep before it."""
         begin, end = self.last.item(slot) + 1, num_positions // self._config.block_size
         if end < begin:
             return
         room = max(self.room(overlaps=True), 0)
-        extra = self._to_keep(sequence, begin, end)
+        extra = self._to_keep(slot, begin, end)
         extra = extra[max(len(extra) - room, 0) :]
         self._extra += [(slot, boundary) for boundary in extra]
         boundaries = np.array([*extra, end])
@@ -117,9 +120,20 @@ class SlotPages:
         page stays: the slot will need it."""
         table, size = self._table, self._config.block_size
         kv_len = table.num_tokens - table.num_uncomputed_tokens
-        passed = kv_len[running] // size > self.current[running]
-        for row in passed.nonzero()[0].tolist():
+        ends, current = kv_len[running] // size, self.current[running]
+        keeps = ends % self._config.state_interval == 0
+        keeps |= (ends[:, None] == self._kept[running]).any(axis=1)
+        pages = self.tables[running, current]
+        # The usual case, for all rows at once: one boundary, without a page to keep, and the page
+        # before it is the slot's own.
+        usual = (ends == current + 1) & ~keeps & (self.pool.ref_counts[pages] < 2)
+        for row in ((ends > current) & ~usual).nonzero()[0].tolist():
             self.advance(running.item(row), owners[row])
+        if np.count_nonzero(usual):
+            slots, pages = running[usual], pages[usual]
+            self.pool.release(pages[pages != NO_PAGE])
+            self.tables[slots, current[usual]] = NO_PAGE
+            self.current[slots] += 1
         for step in in_flight:
             kv_len[step.rows] += step.plan.query_lens
         ends = np.maximum(kv_len // size, self.current + 1)[running]
@@ -133,7 +147,7 @@ class SlotPages:
         there to the prefix cache, and release those before it."""
         kv_len, begin = self._table.kv_len(slot), self.current.item(slot)
         end = kv_len // self._config.block_size
-        kept = self._to_keep(sequence, begin + 1, end + 1)
+        kept = self._to_keep(slot, begin + 1, end + 1)
         if leaves and end not in kept:
             kept.append(end)
         # A sequence that failed counts as cached beyond its KV, so that nothing of it is cached.
@@ -159,9 +173,9 @@ class SlotPages:
 
     # ---- inside --------------------------------------------------------------------------------
 
-    def _to_keep(self, sequence: Sequence, begin: int, end: int) -> list[int]:
+    def _to_keep(self, slot: int, begin: int, end: int) -> list[int]:
         """Return the boundaries from `begin` to `end` - 1 whose pages enter the prefix cache."""
-        interval, kept = self._config.state_interval, sequence.kept_boundaries
+        interval, kept = self._config.state_interval, self._kept[slot].tolist()
         return [b for b in range(begin, end) if b % interval == 0 or b in kept]
 
     def _path(self, slot: int, root: Node) -> list[int]:
@@ -176,9 +190,9 @@ class SlotPages:
 
     def _release(self, slot: int, begin: int, end: int) -> None:
         pages = self.tables[slot, begin:end]
-        held = pages[pages != NO_PAGE]
-        if len(held):
-            self.pool.release(held)
+        owned = pages[pages != NO_PAGE]
+        if len(owned):
+            self.pool.release(owned)
             pages[:] = NO_PAGE
             if self._extra:
                 self._extra = [x for x in self._extra if x[0] != slot or not begin <= x[1] < end]

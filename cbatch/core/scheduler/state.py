@@ -11,8 +11,7 @@ from cbatch.core.prices.step_costs import StepCosts
 from cbatch.core.request.request import FinishReason, Request
 from cbatch.core.scheduler.block_pool import BlockPool, Match, Node, root_of
 from cbatch.core.scheduler.config import SchedulerConfig
-from cbatch.core.scheduler.pending_deltas import PendingDeltas
-from cbatch.core.scheduler.plan import Deltas, NewSequence
+from cbatch.core.scheduler.plan import Deltas, NewSequence, PendingDeltas
 from cbatch.core.scheduler.queue import WaitingQueue, rank_request
 from cbatch.core.scheduler.recorded_pool import RecordedBlockPool
 from cbatch.core.scheduler.sequence import Finished, SchedulerStats, Sequence

@@ -15,8 +15,7 @@ from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.request import MODEL, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import Executor
-from cbatch.core.scheduler.pending_deltas import NO_DELTAS
-from cbatch.core.scheduler.plan import NewSequence, StepPlan, StepResult
+from cbatch.core.scheduler.plan import NO_DELTAS, NewSequence, StepPlan, StepResult
 from cbatch.core.scheduler.slot_counts import SlotCounts
 from cbatch.core.scheduler.slot_pages import pages_per_slot
 
