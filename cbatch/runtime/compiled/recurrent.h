@@ -29,7 +29,9 @@ static stretch stretch_of(const pass *p, long b) {
                      first / s->block_size, s->state_slots[b]};
 }
 
-static const layer_states *memory_of(const pass *p, long index) { return p->step->states_of + index; }
+static const layer_states *memory_of(const pass *p, long index) {
+    return p->step->states_of + index;
+}
 
 // Returns the page for the state at a boundary; without its own, that of the last boundary reached.
 static long page_of(const pass *p, const stretch *of, long boundary) {
@@ -50,6 +52,13 @@ static const float *input_at(const pass *p, const recurrence *l, const layer_sta
     if (position >= start) return m->inputs + (of->slot * ring + position % ring) * width;
     return m->tails + of->pages[of->block] * tail_floats(l) +
            (l->kernel - 1 - (start - position)) * width;
+}
+
+// Returns the keys of the block of a position, a column [keys, block_size] each.
+static float *key_block(const layer_states *m, const recurrence *l, long ring, long size, long slot,
+                        long position) {
+    const long keys = l->key_heads * l->key_dim, block = position % ring / size;
+    return m->keys + slot * ring * padded(keys) + block * keys * size;
 }
 
 // Convolves each channel of row r, and keeps the last inputs of a whole block.
@@ -98,17 +107,8 @@ static void prepare_row(const pass *p, const recurrence *l, long r) {
     }
 }
 
-static float dot(const float *x, const float *y, long count) {
-    vec sum = {0};
-    long i = 0;
-    for (; i + LANES <= count; i += LANES) sum += load(x + i) * load(y + i);
-    float result = total(sum);
-    for (; i < count; i++) result += x[i] * y[i];
-    return result;
-}
-
-// Multiplies the state by `count` keys and queries: columns [key_dim, 2 count], state [value_dim /
-// LANES, key_dim, LANES]. Without `keys` the columns are queries only. `to` [2 count, width]; keys first.
+// Multiplies the state [value_dim / LANES, key_dim, LANES] by `count` columns [key_dim, count]: keys
+// and then queries, or queries only. `to` is [count, width].
 INLINE void read_tile(const float *state, const float *columns, long key_dim, long width,
                       const int count, float *to) {
     for (long v = 0; v < width; v += LANES, state += key_dim * LANES) {
@@ -136,69 +136,86 @@ static void read_state(const float *state, const float *columns, long key_dim, l
 #undef COLUMNS
 }
 
-// One head of a sequence while its tokens are computed. `keys` are those of the block's tokens;
-// values [block_size, width] and decays [block_size] are its entries.
+// One head of a sequence while its tokens are computed. The entries of the block's tokens are keys
+// [key_dim, stride], a column each, values [block_size, width] and decays [block_size].
 typedef struct {
     const recurrence *of;
-    const float *state, **keys;
-    float *values, *decays;
-    long width, head;
+    const float *state;
+    float *keys, *values, *decays;
+    long stride, width, head, key_at, query_at, value_at;  // places in a row of `mixed`
 } head_state;
 
-// Adds what the tokens since the boundary give to row r, at place `at` of its block. `read` is S^T
-// k, if the rule needs that, and S^T q.
+// Adds what the tokens since the boundary give to row r, at place `at` of its block. `by_key` is
+// S^T k, which a scan does not need, and `by_query` is S^T q.
 static void finish_token(const pass *p, const head_state *h, long r, long at, const float *by_key,
                          const float *by_query) {
     const recurrence *l = h->of;
-    const long width = h->width, keys = l->key_heads * l->key_dim;
-    const long head = h->head / (l->heads / l->key_heads) * l->key_dim;
+    const int delta = l->rule == DELTA;
+    const long width = h->width;
     const float *row = p->mixed + r * p->mixed_stride, *rates = row + padded(l->channels);
-    const float *query = row + (l->rule == DELTA ? 0 : l->heads * l->value_dim + keys) + head;
-    const float *value = row + (l->rule == DELTA ? 2 * keys : 0) + h->head * l->value_dim;
+    const float *key = row + h->key_at, *query = row + h->query_at, *value = row + h->value_at;
     const float decay = (at ? h->decays[at - 1] : 0) + rates[h->head];
-    const float factor = rates[l->heads + h->head];
-    float weights[rounded(at + 1, LANES)], by_keys[at + 1], out[width];
+    const float factor = rates[l->heads + h->head], since = exponential(all(decay))[0];
+    float by_keys[h->stride], by_queries[h->stride], out[width];
     h->decays[at] = decay;
-    for (long i = 0; i <= at; i += LANES)
-        store(weights + i, exponential(decay - widened((const char *)(h->decays + i), at + 1 - i, 0)));
-    const float since = exponential(all(decay))[0];
-    for (long i = 0; i <= at; i++) {
-        if (l->rule == DELTA) by_keys[i] = weights[i] * dot(h->keys[i], h->keys[at], l->key_dim);
-        weights[i] *= dot(h->keys[i], query, l->key_dim);
+    for (long i = 0; i < l->key_dim; i++) h->keys[i * h->stride + at] = key[i];
+    for (long e = 0; e <= at; e += LANES) {
+        const vec decays = widened((const char *)(h->decays + e), at + 1 - e, 0);
+        const vec weights = exponential(decay - decays);
+        vec keys = {0}, queries = {0};
+        for (long i = 0; i < l->key_dim; i++) {
+            const vec column = load(h->keys + i * h->stride + e);
+            keys += key[i] * column, queries += query[i] * column;
+        }
+        store(by_keys + e, weights * keys), store(by_queries + e, weights * queries);
     }
     for (long v = 0; v < width; v += LANES) {
         vec u = widened((const char *)(value + v), l->value_dim - v, 0), o = all(0);
         const vec skip = l->skip ? (vec)(l->skip[h->head] * u) : all(0);
         if (h->state) o = since * load(by_query + v);
-        if (l->rule == DELTA && h->state) u -= since * load(by_key + v);
-        for (long i = 0; i < at; i++) {
-            const vec earlier = load(h->values + i * width + v);
-            if (l->rule == DELTA) u -= by_keys[i] * earlier;
-            o += weights[i] * earlier;
+        if (delta && h->state) u -= since * load(by_key + v);
+        for (long e = 0; e < at; e++) {
+            const vec earlier = load(h->values + e * width + v);
+            if (delta) u -= by_keys[e] * earlier;
+            o += by_queries[e] * earlier;
         }
         u *= factor;
         store(h->values + at * width + v, u);
-        store(out + v, o + weights[at] * u + skip);
+        store(out + v, o + by_queries[at] * u + skip);
     }
     memcpy(p->attended + r * p->attended_stride + h->head * l->value_dim, out, l->value_dim * 4);
 }
 
-// Writes the state after a whole block to `to`, which may be the state itself.
+// Adds `step` entries to one vector of each row of the state. The first entry decays the state.
+INLINE void add_entries(const head_state *h, long e, long v, float since, const int step,
+                        float *to) {
+    const long dim = h->of->key_dim, first = v * dim;
+    vec values[8];
+    for (int c = 0; c < step; c++) values[c] = load(h->values + (e + c) * h->width + v);
+    for (long i = 0; i < dim; i++) {
+        vec sum = load(to + first + i * LANES);
+        if (!e) sum = h->state ? (vec)(since * load(h->state + first + i * LANES)) : all(0);
+        UNROLLED
+        for (int c = 0; c < step; c++) sum += h->keys[i * h->stride + e + c] * values[c];
+        store(to + first + i * LANES, sum);
+    }
+}
+
+// Writes the state after a whole block to `to`, which may be the state itself. Weights its keys.
 static void advance_state(const head_state *h, long count, float *to) {
-    const long dim = h->of->key_dim;
     const float last = h->decays[count - 1], since = exponential(all(last))[0];
-    float columns[dim * count];
-    for (long e = 0; e < count; e++) {
-        const float weight = exponential(all(last - h->decays[e]))[0];
-        for (long i = 0; i < dim; i++) columns[i * count + e] = h->keys[e][i] * weight;
+    for (long e = 0; e < count; e += LANES) {
+        const vec decays = widened((const char *)(h->decays + e), count - e, 0);
+        const vec weights = exponential(last - decays);
+        for (long i = 0; i < h->of->key_dim; i++) {
+            float *column = h->keys + i * h->stride + e;
+            store(column, weights * load(column));
+        }
     }
     for (long v = 0; v < h->width; v += LANES)
-        for (long i = 0; i < dim; i++) {
-            const long at = (v / LANES * dim + i) * LANES;
-            vec sum = h->state ? (vec)(since * load(h->state + at)) : all(0);
-            for (long e = 0; e < count; e++)
-                sum += columns[i * count + e] * load(h->values + e * h->width + v);
-            store(to + at, sum);
+        for (long e = 0; e < count; e += count % 8 ? 1 : 8) {
+            if (count % 8) add_entries(h, e, v, since, 1, to);
+            else add_entries(h, e, v, since, 8, to);
         }
 }
 
@@ -210,26 +227,28 @@ static void recur_head(const pass *p, long index, const stretch *of, long head) 
     const long width = padded(l->value_dim), keys = l->key_heads * dim, state_floats = dim * width;
     const long key_head = head / (l->heads / l->key_heads) * dim, delta = l->rule == DELTA;
     const long key_at = (delta ? keys : l->heads * l->value_dim) + key_head;
-    const long query_at = delta ? key_head : key_at + keys;
-    const float *key_of[size];
-    float columns[dim * 2 * AT_ONCE], read[2 * AT_ONCE * width];
-    head_state h = {.of = l, .keys = key_of, .width = width, .head = head};
+    const long stride = rounded(size, LANES);
+    float columns[dim * 2 * AT_ONCE], read[2 * AT_ONCE * width], block_keys[dim * stride];
+    head_state h = {.of = l, .keys = block_keys, .width = width, .stride = stride, .head = head,
+                    .key_at = key_at, .query_at = delta ? key_head : key_at + keys,
+                    .value_at = (delta ? 2 * keys : 0) + head * l->value_dim};
     if (of->block) h.state = m->states + (of->pages[of->block] * l->heads + head) * state_floats;
+    const float *known = key_block(m, l, ring, size, of->slot, of->first) + key_head * size;
+    if (stride == size) memcpy(block_keys, known, sizeof block_keys);
+    else memset(block_keys, 0, sizeof block_keys);
+    for (long i = 0; stride != size && i < dim; i++)
+        memcpy(block_keys + i * stride, known + i * size, size * 4);
     for (long done = 0; done < of->rows;) {
-        const long position = of->first + done, start = position / size * size, at = position - start;
-        const long count = min_long(size - at, of->rows - done), place = start % ring;
-        const long entries = (of->slot * l->heads + head) * ring + place;
+        const long position = of->first + done, at = position % size;
+        const long count = min_long(size - at, of->rows - done);
+        const long entries = (of->slot * l->heads + head) * ring + (position - at) % ring;
         h.values = m->values + entries * width, h.decays = m->decays + entries;
-        for (long i = 0; i < at + count; i++)
-            key_of[i] = start + i < of->first
-                            ? m->keys + (of->slot * ring + place + i) * padded(keys) + key_head
-                            : p->mixed + (of->row + start + i - of->first) * p->mixed_stride + key_at;
         for (long t = 0; t < count; t += AT_ONCE) {
             const long tokens = min_long(AT_ONCE, count - t), row = of->row + done + t;
             const long all_columns = tokens * (1 + delta);
             for (long c = 0; h.state && c < all_columns; c++) {
                 const float *from = p->mixed + (row + c % tokens) * p->mixed_stride;
-                from += delta && c < tokens ? key_at : query_at;
+                from += delta && c < tokens ? key_at : h.query_at;
                 for (long i = 0; i < dim; i++) columns[i * all_columns + c] = from[i];
             }
             if (h.state) read_state(h.state, columns, dim, width, all_columns, read);
@@ -239,7 +258,7 @@ static void recur_head(const pass *p, long index, const stretch *of, long head) 
         }
         done += count;
         if (at + count < size) continue;
-        const long page = page_of(p, of, start / size + 1);
+        const long page = page_of(p, of, position / size + 1);
         float *to = m->states + (page * l->heads + head) * state_floats;
         advance_state(&h, size, to);
         h.state = to;
@@ -251,27 +270,30 @@ static void finish_row(const pass *p, long index, long r) {
     const recurrence *l = &p->model->layers[index].state;
     const layer_states *m = memory_of(p, index);
     const stretch of = stretch_of(p, p->sequences[r]);
-    const long inner = l->heads * l->value_dim, ring = p->step->ring, keys = l->key_heads * l->key_dim;
+    const long inner = l->heads * l->value_dim, keys = l->key_heads * l->key_dim;
+    const long ring = p->step->ring, size = p->step->block_size;
     const float *row = p->mixed + r * p->mixed_stride, *fused = p->fused + r * p->fused_stride;
     float *x = p->attended + r * p->attended_stride;
     if (p->positions[r] + ring >= of.first + of.rows) {
         const long place = of.slot * ring + p->positions[r] % ring;
         memcpy(m->inputs + place * padded(l->channels), fused + input_offset(l), l->channels * 4);
-        memcpy(m->keys + place * padded(keys), row + (l->rule == DELTA ? keys : inner), keys * 4);
+        float *to = key_block(m, l, ring, size, of.slot, p->positions[r]) + p->positions[r] % size;
+        const float *key = row + (l->rule == DELTA ? keys : inner);
+        for (long i = 0; i < keys; i++) to[i * size] = key[i];
     }
     if (l->rule == CONVOLUTION) {
         for (long k = 0; k < inner; k++) x[k] = row[k] * fused[inner + k];
         return;
     }
     const float *gate = fused + (l->rule == DELTA ? l->channels : 0);
-    const long parts = l->rule == DELTA ? l->heads : l->groups, size = inner / parts;
+    const long parts = l->rule == DELTA ? l->heads : l->groups, count = inner / parts;
     if (l->rule == SCAN)
         for (long k = 0; k < inner; k += LANES) store(x + k, silu(load(gate + k)) * load(x + k));
     for (long i = 0; l->norm && i < parts; i++) {
-        float *part = x + i * size;
-        const float *weight = l->norm + (l->rule == DELTA ? 0 : i * size);
-        const float by = 1 / __builtin_sqrtf(squares(part, size) / size + l->norm_eps);
-        for (long k = 0; k < size; k++) part[k] = part[k] * by * weight[k];
+        float *part = x + i * count;
+        const float *weight = l->norm + (l->rule == DELTA ? 0 : i * count);
+        const float by = 1 / __builtin_sqrtf(squares(part, count) / count + l->norm_eps);
+        for (long k = 0; k < count; k++) part[k] = part[k] * by * weight[k];
     }
     if (l->rule == DELTA)
         for (long k = 0; k < inner; k += LANES) store(x + k, silu(load(gate + k)) * load(x + k));
