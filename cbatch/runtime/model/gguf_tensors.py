@@ -142,7 +142,7 @@ def _entries(
 
 def _of_layer(record: LayerRecord, hidden: int, fused: set[str]) -> Iterator[_Entry]:
     m, f = record.mixer, record.feed_forward
-    assert f is not None
+    assert isinstance(m, Attention) and f is not None
     yield from _norm("attn_norm", m.norm, hidden)
     yield from _norm("post_attention_norm", m.out_norm, hidden)
     if not record.parallel:
