@@ -34,7 +34,8 @@ from cbatch.engine.model_files import PACKAGED, find_model, tokenizer_of
 from cbatch.runtime.model.checkpoint import read_config
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.gguf_file import SUFFIX, is_gguf, read_gguf
-from cbatch.runtime.model.gguf_model import GgufWeights, config_of
+from cbatch.runtime.model.gguf_model import config_of
+from cbatch.runtime.model.gguf_tensors import GgufWeights
 from cbatch.text import TextTokenizer, TokenizerError
 
 _ROOT = Path(__file__).parents[2]
@@ -254,6 +255,10 @@ def write_directory(file: Path, directory: Path) -> None:
         hf_config = AutoConfig.for_model(config.family, **_config_fields(config))
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
     weights = {name: source.get(name, tuple(p.shape)) for name, p in model.named_parameters()}
+    if config.attention.rope.interleaved:  # transformers wants the halves of a head in order
+        for name in (n for n in weights if n.endswith(("q_proj.weight", "k_proj.weight"))):
+            pairs = weights[name].unflatten(0, (-1, config.attention.key_dim // 2, 2))
+            weights[name] = pairs.transpose(1, 2).flatten(0, 2)
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     model.save_pretrained(directory)

@@ -164,7 +164,7 @@ def test_end_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("general.architecture", "gemma3", "general.architecture: 'gemma3' is not supported"),
+        ("general.architecture", "bert", "general.architecture: 'bert' is not supported"),
         ("llama.block_count", 4, r"tensor blk\.3\.attn_norm\.weight: is missing"),
         ("llama.block_count", 2, r"tensor blk\.2\.\S+: is not a tensor of a llama model"),
         ("llama.block_count", 2**31 - 1, "llama.block_count: 2147483647 for 29 tensors"),
@@ -177,7 +177,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         ("llama.attention.value_length", 8, "llama.attention.value_length: 8 is not supported"),
         ("llama.rope.dimension_count", 8, "llama.rope.dimension_count: 8 is not supported"),
         ("llama.rope.freq_base", float("nan"), "llama.rope.freq_base: must be a positive number"),
-        ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type: 'longrope' is not supp"),
+        ("llama.rope.scaling.type", "longrope", "tensor rope_factors_short.weight: must be 8"),
         ("llama.rope.scaling.factor", -1.0, "llama.rope.scaling.factor: must be a positive number"),
         ("llama.expert_count", 8, "llama.expert_count: mixtures of experts are not supported"),
         ("llama.attention.causal", False, "llama.attention.causal: False is not supported"),

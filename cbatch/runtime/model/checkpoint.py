@@ -19,7 +19,8 @@ from cbatch.runtime.model.config import ModelConfig, ModelError, is_hub_name
 from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.family_weights import FamilyWeights
 from cbatch.runtime.model.gguf_file import WIDENED, Gguf, is_gguf, read_gguf
-from cbatch.runtime.model.gguf_model import GgufWeights, config_of
+from cbatch.runtime.model.gguf_model import config_of
+from cbatch.runtime.model.gguf_tensors import GgufWeights
 from cbatch.runtime.model.quantised import QuantisedWeights
 from cbatch.runtime.model.rope import has_angles
 from cbatch.runtime.model.weight_files import DTYPES, Safetensors, WeightSource

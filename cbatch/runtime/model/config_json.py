@@ -56,12 +56,15 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def parse_config(
-    values: Mapping[str, Any], path: Path, names: Mapping[str, str] | None = None
+    values: Mapping[str, Any],
+    path: Path,
+    names: Mapping[str, str] | None = None,
+    family: Family | None = None,
 ) -> ModelConfig:
     """Return the configuration that the JSON object `values` describes. Errors name `path` and the
-    field; `names` maps field names to those of a file in another format. Raises ModelError as
-    `load_config` does."""
-    family = _family(Fields(path, values, names=names))
+    field; `names` maps field names to those of a file in another format. `family` is the one that
+    `values` name, unless given. Raises ModelError as `load_config` does."""
+    family = family or _family(Fields(path, values, names=names))
     # A default of false in families.toml removes an inherited default.
     defaults = {field: value for field, value in family.defaults.items() if value is not False}
     f = Fields(path, {**defaults, **values}, names=names)

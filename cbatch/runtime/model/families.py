@@ -79,7 +79,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def families() -> dict[str, Family]:
     """Return all families by architecture name."""
     entries = msgspec.toml.decode(_FILE.read_bytes())
-    return {name: msgspec.convert(_merged(name, entries), Family) for name in entries}
+    return {name: msgspec.convert(merged_entry(name, entries), Family) for name in entries}
 
 
 def family_named(name: str) -> Family:
@@ -87,9 +87,9 @@ def family_named(name: str) -> Family:
     return next(family for family in families().values() if family.name == name)
 
 
-def _merged(name: str, entries: dict[str, Any]) -> dict[str, Any]:
+def merged_entry(name: str, entries: dict[str, Any]) -> dict[str, Any]:
     """Return an entry merged over the entry that its `like` names; tables are merged, too."""
     own = dict(entries[name])
-    base = _merged(own.pop("like"), entries) if "like" in own else {}
+    base = merged_entry(own.pop("like"), entries) if "like" in own else {}
     tables = [key for key in own if isinstance(own[key], dict) and key in base]
     return base | own | {key: base[key] | own[key] for key in tables}

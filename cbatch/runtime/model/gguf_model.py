@@ -1,4 +1,4 @@
-"""Config and weights of a GGUF file, under the names of Hugging Face's files."""
+"""The config of a GGUF file: its metadata as the `config.json` of the same model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.config_json import parse_config
 from cbatch.runtime.model.end_tokens import END_TOKENS
-from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
+from cbatch.runtime.model.families import Family
+from cbatch.runtime.model.gguf_architectures import GgufArchitecture, architectures
+from cbatch.runtime.model.gguf_file import Gguf
+from cbatch.runtime.model.gguf_tensors import (
+    EMBEDDING,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    check_tensors,
+)
 from cbatch.runtime.model.records import Attention, Rope
-from cbatch.runtime.model.weight_files import WeightSource
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Fields of config.json -> their GGUF keys, without the prefix of the architecture.
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -28,10 +33,11 @@ _KEYS = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
     "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
     "rope_scaling.rope_type": "rope.scaling.type",
     "rope_scaling.factor": "rope.scaling.factor",
     "rope_scaling.original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -48,69 +54,115 @@ _ONLY_SUPPORTED_VALUES = {
 }
 _CONTROL = 3  # the token type of control tokens
 _MAX_NAME_CHARS = 64  # of metadata strings that are names
-_EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
-_TOP_LEVEL = {
-    "model.embed_tokens.weight": _EMBEDDING,
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def config_of(file: Gguf) -> ModelConfig:
     """Return the config of a GGUF file. Raises ModelError naming the file and the key or tensor."""
     arch, tensors = _scalar(file, "general.architecture"), file.tensors
-    if arch not in _ARCHITECTURES:
-        problem = f"{arch!r} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+    if arch not in architectures():
+        problem = f"{arch!r} is not supported; supported: {', '.join(architectures())}"
         raise file.error("general.architecture", problem)
+    entry = architectures()[arch]
     for key, allowed in _ONLY_SUPPORTED_VALUES.items():
         value = _scalar(file, f"{arch}.{key}", allowed)
-        if value != allowed:
+        if value != allowed and key not in entry.keys.values():
             raise file.error(f"{arch}.{key}", f"{value!r} is not supported; supported: {allowed!r}")
-    if _EMBEDDING not in tensors:
-        raise file.error(f"tensor {_EMBEDDING}", "is missing")
-    names = {field: f"{arch}.{key}" for field, key in _KEYS.items()}
-    values = {field: _scalar(file, key) for field, key in names.items()}
-    if values["rms_norm_eps"] is None:
-        raise file.error(names["rms_norm_eps"], "is missing")
+    if EMBEDDING not in tensors:
+        raise file.error(f"tensor {EMBEDDING}", "is missing")
+    family = entry.family_of(
+        windowed=bool(_scalar(file, f"{arch}.attention.sliding_window")),
+        experts=bool(_scalar(file, f"{arch}.expert_count")),
+        qkv_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & tensors.keys()),
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+    )
+    values, names = _values(file, arch, entry, family)
+    config = parse_config(values, file.path, names, family)
+    _check_tokens(file, config, names)
+    if ROPE_FACTORS in tensors:
+        config = config.with_mixers(rope=_with_factors(file, config.attention))
+    check_tensors(file, config)
+    return config
+
+
+def _values(
+    file: Gguf, arch: str, entry: GgufArchitecture, family: Family
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the fields of config.json, and the key that each of them comes from."""
+    keys = _KEYS | entry.keys
+    kind = "layer_norm_epsilon" if family.norm.get("centred") else "layer_norm_rms_epsilon"
+    keys[family.eps] = f"attention.{kind}"
+    if family.experts is not None:
+        keys[family.experts.width] = "expert_feed_forward_length"
+        if family.experts.shared:
+            keys[family.experts.shared] = "expert_shared_feed_forward_length"
+    names = {field: f"{arch}.{key}" for field, key in keys.items()}
+    flags = {"sliding_window_pattern"}  # may differ by layer
+    values = {field: _scalar(file, key) for field, key in names.items() if field not in flags}
+    values |= {field: value for field, value in entry.values.items() if values.get(field) is None}
+    if values[family.eps] is None:
+        raise file.error(names[family.eps], "is missing")
     layers = values["num_hidden_layers"]
-    if isinstance(layers, int) and layers > len(tensors):
-        raise file.error(names["num_hidden_layers"], f"{layers} for {len(tensors)} tensors")
-    rotated = f"{arch}.rope.dimension_count"
-    head_dim = values["head_dim"] = values["head_dim"] or _scalar(file, rotated)
-    for key in (rotated, f"{arch}.attention.value_length"):
-        if _scalar(file, key, head_dim) != head_dim and head_dim is not None:
-            problem = f"{_scalar(file, key)!r} is not supported; a key has {head_dim!r}"
-            raise file.error(key, problem)
-    window = values["sliding_window"] or None
+    if isinstance(layers, int) and layers > len(file.tensors):
+        raise file.error(names["num_hidden_layers"], f"{layers} for {len(file.tensors)} tensors")
+    if layers == entry.width_scaled_layers:
+        values["query_pre_attn_scalar"] = _width_of_heads(values)
+    values |= _head_dims(file, arch, family, values) | _window_pattern(file, names)
     values |= {
-        "model_type": "mistral" if arch == "llama" and window else arch,
-        "sliding_window": window,
+        "sliding_window": values["sliding_window"] or None,
         "num_experts": values["num_experts"] or None,
         "rope_scaling": _rope_scaling(file, arch, values),
-        "vocab_size": tensors[_EMBEDDING].shape[0],
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": _scalar(file, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_ids(file),
         "torch_dtype": _dtype(file),
     }
-    names |= {f"{each}_token_id": f"tokenizer.ggml.{each}_token_id" for each in ("bos", "eos")}
-    biased = {part: f"blk.0.{part}.bias" in tensors for part in ("attn_q", "attn_output", "ffn_up")}
-    config = parse_config(values, file.path, names)
-    config = config.with_mixers(bias=biased["attn_q"], out_bias=biased["attn_output"])
-    config = config.with_feed_forwards(bias=biased["ffn_up"])
+    for name in ("bos", "eos"):
+        names[f"{name}_token_id"] = f"tokenizer.ggml.{name}_token_id"
+    for field in ("rope_scaling", "rope_parameters"):
+        names[f"{field}.partial_rotary_factor"] = f"{arch}.rope.dimension_count"
+    names["rope_scaling.short_factor"] = f"tensor {SHORT_FACTORS}"
+    return values, names
+
+
+def _width_of_heads(values: dict[str, Any]) -> Any:
+    """Return the width of a head that no key names; None without valid fields."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    return hidden // heads if type(hidden) is int and type(heads) is int and heads else None
+
+
+def _head_dims(file: Gguf, arch: str, family: Family, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the size of a head and the share of it that rotates. Raises ModelError for sizes that
+    no family has."""
+    rotated_key, value_key = f"{arch}.rope.dimension_count", f"{arch}.attention.value_length"
+    rotated, width = _scalar(file, rotated_key), values["head_dim"]
+    fields, keys = {}, [value_key]
+    if "partial_rotary_factor" in family.defaults:
+        width = width or _width_of_heads(values)
+        numbers = all(type(each) is int and each > 0 for each in (rotated, width))
+        fields["partial_rotary_factor"] = rotated / width if numbers else None
+    else:
+        width = width or rotated
+        keys.append(rotated_key)
+    for key in keys:
+        if _scalar(file, key, width) != width and width is not None:
+            problem = f"{_scalar(file, key)!r} is not supported; a key has {width!r}"
+            raise file.error(key, problem)
+    return fields | {"head_dim": width}
+
+
+def _window_pattern(file: Gguf, names: dict[str, str]) -> dict[str, Any]:
+    """Return the fields with the layers that have a window: a flag for each, or an interval."""
+    key = names["layer_types"] = names["sliding_window_pattern"]
+    pattern = file.metadata.get(key)
+    if not isinstance(pattern, np.ndarray | list):
+        return {"sliding_window_pattern": pattern}
+    kinds = ("full_attention", "sliding_attention")
+    return {"layer_types": [kinds[bool(flag)] for flag in pattern]}
+
+
+def _check_tokens(file: Gguf, config: ModelConfig, names: dict[str, str]) -> None:
     for name, ids in (("bos", [config.bos_token_id]), ("eos", config.eos_token_ids)):
         for token in ids:
             if token is not None and token >= config.vocab_size:
@@ -118,12 +170,8 @@ def config_of(file: Gguf) -> ModelConfig:
                 raise file.error(names[f"{name}_token_id"], problem)
     tokens = len(_array(file, "tokenizer.ggml.tokens"))
     if tokens > config.vocab_size:
-        problem = f"{tokens} tokens, but {_EMBEDDING} has {config.vocab_size} rows"
+        problem = f"{tokens} tokens, but {EMBEDDING} has {config.vocab_size} rows"
         raise file.error("tokenizer.ggml.tokens", problem)
-    _check_tensors(file, config)
-    if _ROPE_FACTORS not in tensors:
-        return config
-    return config.with_mixers(rope=_with_factors(file, config.attention))
 
 
 def _scalar(file: Gguf, key: str, default: Any = None) -> Any:
@@ -155,13 +203,14 @@ def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, An
     }
     factor = scaling["factor"] or _scalar(file, f"{arch}.rope.scale_linear")
     scaling["factor"] = factor
+    extra_factor = scaling["attention_factor"] or 1.0
+    if SHORT_FACTORS in file.tensors:
+        factors = file.tensors[SHORT_FACTORS].dequantised(torch.float32)
+        scaling |= {"rope_type": "longrope", "attention_factor": extra_factor}
+        return scaling | {"short_factor": factors.flatten().tolist()}
     kind = scaling["rope_type"] = scaling["rope_type"] or "linear"
     if kind == "none" or (kind == "linear" and not factor):
         return None
-    if kind == "longrope":
-        problem = f"{kind!r} is not supported; supported: linear, yarn"
-        raise file.error(f"{arch}.rope.scaling.type", problem)
-    extra_factor = scaling["attention_factor"] or 1.0
     numbers = all(isinstance(each, int | float) for each in (factor, extra_factor))
     if kind == "yarn" and numbers and factor > 1:
         # GGUF has an additional factor, config.json the whole factor including length scaling.
@@ -189,106 +238,10 @@ def _dtype(file: Gguf) -> str:
     return {"F32": "float32", "F16": "float16"}.get(most_common, "bfloat16")
 
 
-def _check_tensors(file: Gguf, config: ModelConfig) -> None:
-    """Raise ModelError unless names and shapes of the tensors are those of the config. An unknown
-    tensor would mean other arithmetic."""
-    shapes = _shapes(config)
-    for name, shape in shapes.items():
-        tensor = file.tensors.get(name)
-        if tensor is None:
-            raise file.error(f"tensor {name}", "is missing")
-        if tensor.shape != shape:
-            problem = f"has shape {list(tensor.shape)}, the metadata say {list(shape)}"
-            raise file.error(f"tensor {name}", problem)
-        if len(shape) == 1 and tensor.type.elements > 1:
-            raise file.error(
-                f"tensor {name}", f"type {tensor.type.name} is supported for matrices only"
-            )
-    for name in file.tensors.keys() - shapes.keys() - {_ROPE_FACTORS}:
-        raise file.error(
-            f"tensor {name}", f"is not a tensor of a {config.family} model; not supported"
-        )
-
-
-def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner, m = c.hidden_size, c.widest_inner, c.attention
-    q, kv = m.heads * m.key_dim, m.kv_heads * m.key_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm.weight": (hidden,),
-        "attn_q.weight": (q, hidden),
-        "attn_k.weight": (kv, hidden),
-        "attn_v.weight": (kv, hidden),
-        "attn_output.weight": (hidden, q),
-        "ffn_norm.weight": (hidden,),
-        "ffn_gate.weight": (inner, hidden),
-        "ffn_up.weight": (inner, hidden),
-        "ffn_down.weight": (hidden, inner),
-    }
-    if m.bias:
-        layer |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
-    if m.out_bias:
-        layer |= {"attn_output.bias": (hidden,)}
-    if c.feed_forward.bias:
-        layer |= {"ffn_gate.bias": (inner,), "ffn_up.bias": (inner,), "ffn_down.bias": (hidden,)}
-    if m.qk_norm:
-        layer |= {"attn_q_norm.weight": (m.key_dim,), "attn_k_norm.weight": (m.key_dim,)}
-    shapes = {_EMBEDDING: (c.vocab_size, hidden), "output_norm.weight": (hidden,)}
-    if not c.tie_embeddings:
-        shapes["output.weight"] = (c.vocab_size, hidden)
-    for i in range(c.num_layers):
-        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
 def _with_factors(file: Gguf, mixer: Attention) -> Rope:
-    tensor = file.tensors[_ROPE_FACTORS]
-    fits = tensor.shape == (mixer.key_dim // 2,)
+    tensor, pairs = file.tensors[ROPE_FACTORS], mixer.rope.rotated(mixer.key_dim) // 2
+    fits = tensor.shape == (pairs,)
     factors = tensor.dequantised(torch.float32) if fits else torch.zeros(1)
     if not (factors > 0).all():
-        problem = f"must hold {mixer.key_dim // 2} positive numbers"
-        raise file.error(f"tensor {_ROPE_FACTORS}", problem)
+        raise file.error(f"tensor {ROPE_FACTORS}", f"must hold {pairs} positive numbers")
     return msgspec.structs.replace(mixer.rope, divisors=tuple(factors.tolist()))
-
-
-class GgufWeights(WeightSource):
-    """The tensors of a GGUF file under the names of Hugging Face's files, widened to `dtype`. With
-    `as_stored`, `blocks` returns quantised tensors as they are."""
-
-    def __init__(
-        self, file: Gguf, config: ModelConfig, dtype: torch.dtype, *, as_stored: bool = False
-    ) -> None:
-        self._file, self._config, self._dtype = file, config, dtype
-        self._as_stored = as_stored
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.stored(name)
-        if tensor.shape != shape:
-            problem = f"has shape {list(tensor.shape)}, not {list(shape)}"
-            raise self._file.error(f"tensor {tensor.name}", problem)
-        return tensor.dequantised(self._dtype)
-
-    def blocks(self, name: str) -> GgufTensor | None:
-        stored = self.stored(name) if self._as_stored else None
-        return stored if stored is not None and stored.type.elements > 1 else None
-
-    def stored(self, name: str) -> GgufTensor:
-        """Return a tensor as stored, rows in the order of Hugging Face's files. In a Llama GGUF,
-        the rows of a head's queries and keys alternate between the halves of the head."""
-        gguf_name = _gguf_name(name)
-        tensor = self._file.tensors.get(gguf_name)
-        if tensor is None:
-            raise self._file.error(f"tensor {gguf_name}", "is missing")
-        m = self._config.attention
-        heads = {"attn_q": m.heads, "attn_k": m.kv_heads}.get(gguf_name.split(".")[-2])
-        if heads is None or self._config.family not in ("llama", "mistral"):
-            return tensor
-        rows = tensor.raw.reshape(heads, m.key_dim // 2, 2, -1)
-        return tensor._replace(raw=rows.swapaxes(1, 2).reshape(-1))
-
-
-def _gguf_name(name: str) -> str:
-    if name in _TOP_LEVEL:
-        return _TOP_LEVEL[name]
-    _, _, layer, rest = name.split(".", 3)
-    part, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{_LAYER[part]}.{kind}"

@@ -1,0 +1,201 @@
+"""The tensors of a GGUF file under the names that our own forward pass uses."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.gguf_architectures import GgufArchitecture, architectures
+from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
+from cbatch.runtime.model.records import Attention, Experts, FeedForward, LayerRecord, Norm
+from cbatch.runtime.model.weight_files import WeightSource
+
+EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_Shape = tuple[int, ...]
+
+
+class _Part(NamedTuple):
+    """A tensor of ours, or a part of one: rows of a tensor of the file."""
+
+    tensor: str
+    first_row: int
+    shape: _Shape
+
+
+class _Entry(NamedTuple):
+    """A part by our name, and by the file's name without layer and ending."""
+
+    name: str
+    stored: str
+    shape: _Shape
+    kind: str = "weight"
+
+
+class GgufWeights(WeightSource):
+    """The tensors of a GGUF file, widened to `dtype`. With `as_stored`, `blocks` returns quantised
+    tensors as they are."""
+
+    def __init__(
+        self, file: Gguf, config: ModelConfig, dtype: torch.dtype, *, as_stored: bool = False
+    ) -> None:
+        self._file, self._dtype, self._as_stored = file, dtype, as_stored
+        self._parts, _ = _layout(file, config)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        parts = [self._rows(part) for part in self._parts[name]]
+        tensors = [part.dequantised(self._dtype) for part in parts]
+        tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+        if tensor.numel() != torch.Size(shape).numel():
+            problem = f"has shape {list(tensor.shape)}, not {list(shape)}"
+            raise self._file.error(f"tensor {parts[0].name}", problem)
+        return tensor.view(shape)
+
+    def blocks(self, name: str) -> GgufTensor | None:
+        parts = self._parts[name] if self._as_stored else []
+        stored = self._rows(parts[0]) if len(parts) == 1 else None
+        return stored if stored is not None and stored.type.elements > 1 else None
+
+    def _rows(self, part: _Part) -> GgufTensor:
+        tensor = self._file.tensors[part.tensor]
+        if len(tensor.raw) // tensor.shape[0] * part.shape[0] == len(tensor.raw):
+            return tensor
+        rows = tensor.rows[part.first_row : part.first_row + part.shape[0]]
+        return tensor._replace(shape=part.shape, raw=rows.reshape(-1))
+
+
+def check_tensors(file: Gguf, config: ModelConfig) -> None:
+    """Raise ModelError unless names and shapes of the tensors are those of the config. An unknown
+    tensor would mean other arithmetic."""
+    _, shapes = _layout(file, config)
+    for name, shape in shapes.items():
+        tensor = file.tensors.get(name)
+        if tensor is None:
+            raise file.error(f"tensor {name}", "is missing")
+        if _trimmed(tensor.shape) != _trimmed(shape):
+            problem = f"has shape {list(tensor.shape)}, the metadata say {list(shape)}"
+            raise file.error(f"tensor {name}", problem)
+        if len(_trimmed(shape)) == 1 and tensor.type.elements > 1:
+            problem = f"type {tensor.type.name} is supported for matrices only"
+            raise file.error(f"tensor {name}", problem)
+    factors = {ROPE_FACTORS} | (
+        {SHORT_FACTORS, LONG_FACTORS} if SHORT_FACTORS in file.tensors else set()
+    )
+    for name in file.tensors.keys() - shapes.keys() - factors:
+        problem = f"is not a tensor of a {config.family} model; not supported"
+        raise file.error(f"tensor {name}", problem)
+
+
+def _trimmed(shape: _Shape) -> _Shape:
+    """Return the shape without leading dimensions of 1, which files may leave out."""
+    return _trimmed(shape[1:]) if shape[:1] == (1,) and len(shape) > 1 else shape
+
+
+def _layout(file: Gguf, config: ModelConfig) -> tuple[dict[str, list[_Part]], dict[str, _Shape]]:
+    """Return the parts of each tensor of ours, and the shape of each tensor of the file. Our
+    matrices that the file stores as one are stacked by rows."""
+    entry = architectures()[file.metadata["general.architecture"]]
+    parts: dict[str, list[_Part]] = defaultdict(list)
+    shapes: dict[str, _Shape] = {}
+    for layer, each in _entries(file, entry, config):
+        stored = entry.names.get(each.stored, each.stored)
+        tensor = f"{layer}{stored}.{each.kind}"
+        first_row, *_ = shapes.get(tensor, (0,))
+        parts[each.name].append(_Part(tensor, first_row, each.shape))
+        shapes[tensor] = first_row + each.shape[0], *each.shape[1:]
+    return parts, shapes
+
+
+def _entries(file: Gguf, entry: GgufArchitecture, c: ModelConfig) -> Iterator[tuple[str, _Entry]]:
+    matrix = c.vocab_size, c.hidden_size
+    yield "", _Entry("model.embed_tokens.weight", "token_embd", matrix)
+    for each in _norm("output_norm", c.norm, c.hidden_size):
+        yield "", each._replace(name=f"model.{each.name}")
+    if not c.tie_embeddings:
+        yield "", _Entry("lm_head.weight", "output", matrix)
+    if c.head_bias:
+        yield "", _Entry("lm_head.bias", "output", (c.vocab_size,), "bias")
+    for i, record in enumerate(c.layers):
+        fused_qkv = f"blk.{i}.attn_qkv.weight" in file.tensors
+        for each in _of_layer(record, c.hidden_size, fused_qkv, entry.fused_gate):
+            yield f"blk.{i}.", each._replace(name=f"model.layers.{i}.{each.name}")
+
+
+def _of_layer(
+    record: LayerRecord, hidden: int, fused_qkv: bool, fused_gate: bool
+) -> Iterator[_Entry]:
+    m, f = record.mixer, record.feed_forward
+    assert f is not None
+    yield from _norm("attn_norm", m.norm, hidden)
+    yield from _norm("post_attention_norm", m.out_norm, hidden)
+    if not record.parallel:
+        yield from _norm("ffn_norm", f.norm, hidden)
+    yield from _norm("post_ffw_norm", f.out_norm, hidden)
+    yield from _attention(m, hidden, fused_qkv)
+    if isinstance(f, Experts):
+        yield from _experts(f, hidden)
+    else:
+        yield from _feed_forward(f, hidden, fused_gate)
+
+
+def _norm(stored: str, norm: Norm | None, size: int) -> Iterator[_Entry]:
+    if norm is not None and norm.has_weight:
+        yield _Entry(f"{norm.name}.weight", stored, (size,))
+    if norm is not None and norm.has_bias:
+        yield _Entry(f"{norm.name}.bias", stored, (size,), "bias")
+
+
+def _matrix(name: str, stored: str, shape: _Shape, bias: bool) -> Iterator[_Entry]:
+    yield _Entry(f"{name}.weight", stored, shape)
+    if bias:
+        yield _Entry(f"{name}.bias", stored, shape[:1], "bias")
+
+
+def _attention(m: Attention, hidden: int, fused: bool) -> Iterator[_Entry]:
+    heads = {"q": m.heads * m.key_dim, "k": m.kv_heads * m.key_dim, "v": m.kv_heads * m.value_dim}
+    for letter, rows in heads.items():
+        stored = "attn_qkv" if fused else f"attn_{letter}"
+        yield from _matrix(f"self_attn.{letter}_proj", stored, (rows, hidden), m.bias)
+    width = m.heads * m.value_dim
+    yield from _matrix("self_attn.o_proj", "attn_output", (hidden, width), m.out_bias)
+    if m.qk_norm is not None:
+        for letter in "qk":
+            size = heads[letter] if m.norms_whole else m.key_dim
+            name = f"self_attn.{letter}_{m.qk_norm.name}.weight"
+            yield _Entry(name, f"attn_{letter}_norm", (size,))
+    if m.sinks:
+        yield _Entry("self_attn.sinks", "attn_sinks", (m.heads,))
+
+
+def _feed_forward(f: FeedForward, hidden: int, fused: bool) -> Iterator[_Entry]:
+    if f.gated:
+        stored = "ffn_up" if fused else "ffn_gate"
+        yield from _matrix("mlp.gate_proj", stored, (f.inner, hidden), f.bias)
+    yield from _matrix("mlp.up_proj", "ffn_up", (f.inner, hidden), f.bias)
+    yield from _matrix("mlp.down_proj", "ffn_down", (hidden, f.inner), f.bias)
+
+
+def _experts(f: Experts, hidden: int) -> Iterator[_Entry]:
+    yield from _matrix("mlp.gate", "ffn_gate_inp", (f.count, hidden), f.bias)
+    for name, stored, rows, columns in (
+        ("gate_up_proj", "ffn_gate_exps", f.inner, hidden),
+        ("gate_up_proj", "ffn_up_exps", f.inner, hidden),
+        ("down_proj", "ffn_down_exps", hidden, f.inner),
+    ):
+        yield _Entry(f"mlp.experts.{name}", stored, (f.count, rows, columns))
+        if f.bias:
+            yield _Entry(f"mlp.experts.{name}_bias", stored, (f.count, rows), "bias")
+    if f.shared:
+        inner = f.shared * f.inner
+        for part, shape in (
+            ("gate", (inner, hidden)),
+            ("up", (inner, hidden)),
+            ("down", (hidden, inner)),
+        ):
+            yield _Entry(f"mlp.shared_expert.{part}_proj.weight", f"ffn_{part}_shexp", shape)
+        yield _Entry("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp", (1, hidden))
