@@ -78,9 +78,10 @@ _PATTERNS_BY_NAME = {
     name: patterns for names, patterns in _SPLIT_PATTERNS.items() for name in names
 }
 # Names in `tokenizer.ggml.pre` whose merges do not apply to a word that is itself a token.
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
-_WHOLE_WORDS += ("tekken", "glm4")
-_ADDS_BOS = _WHOLE_WORDS[:-1]  # names that add BOS unless `add_bos_token` is false
+_WHOLE_WORDS = frozenset(
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken", "glm4")
+)
+_ADDS_BOS = _WHOLE_WORDS - {"glm4"}  # names that add BOS unless `add_bos_token` is false
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
