@@ -145,6 +145,15 @@ def test_chat_template(tmp_path: Path) -> None:
     template = load_chat_template("x.gguf", own, config)
     assert template is not None and template.render([]) == "</s>!"
     assert load_chat_template("x.gguf", config=gguf_tokenizer_config(metadata, "x")) is None
+    # A base model of Gemma has tokens of turns, but no template.
+    turns = [*PIECES[:3], "<start_of_turn>", "<end_of_turn>", *PIECES[5:]]
+    tokens = turns + SENTENCE_PIECE["tokenizer.ggml.tokens"][len(PIECES) :]
+    config = gguf_tokenizer_config(metadata | {"tokenizer.ggml.tokens": tokens}, "x.gguf")
+    template = load_chat_template("x.gguf", config=config)
+    assert template is not None
+    assert template.render([{"role": "user", "content": " hello "}]) == (
+        "<s><start_of_turn>user\nhello<end_of_turn>\n<start_of_turn>model\n"
+    )
 
 
 @pytest.mark.parametrize(
