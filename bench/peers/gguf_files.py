@@ -84,7 +84,9 @@ def convert(model: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, Sto
         next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch),
         c["num_hidden_layers"],
     )
-    tensors = {"rope_freqs.weight": _llama3_factors(rope, head_dim)} if scaling == "llama3" else {}
+    tensors = (
+        {"rope_freqs.weight": stored(llama3_factors(rope, head_dim))} if scaling == "llama3" else {}
+    )
     for file in sorted(model.glob("*.safetensors")):
         for original_name, tensor in load_file(file).items():
             name = names.get_name(original_name, _ENDINGS)
@@ -100,9 +102,10 @@ def convert(model: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, Sto
     }, tensors
 
 
-def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Stored:
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """Return what Llama 3's scaling divides each frequency by."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     exponents = torch.arange(0, head_dim, 2) / head_dim
     turns = rope["original_max_position_embeddings"] / rope["rope_theta"] ** exponents
     smooth = ((turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    return stored(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)

@@ -179,7 +179,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         ("llama.rope.freq_base", float("nan"), "llama.rope.freq_base: must be a positive number"),
         ("llama.rope.scaling.type", "longrope", "tensor rope_factors_short.weight: must be 8"),
         ("llama.rope.scaling.factor", -1.0, "llama.rope.scaling.factor: must be a positive number"),
-        ("llama.expert_count", 8, "llama.expert_count: mixtures of experts are not supported"),
+        ("llama.expert_count", 8, "llama.expert_used_count: missing"),
         ("llama.attention.causal", False, "llama.attention.causal: False is not supported"),
         ("tokenizer.ggml.eos_token_id", -1, "tokenizer.ggml.eos_token_id: must be a token id"),
         (

@@ -291,6 +291,7 @@ def _context_tokens(f: Fields, family: Family, rope: Rope) -> int:
     - linear: `max_position_embeddings` is the length before scaling, times the factor;
     - yarn: the original length, a field of the rope, times the factor;
     - longrope: the original length; longer contexts need other frequencies, which are unsupported;
+    - yarn with `llama_4_scaling_beta`: the original length; longer contexts need scaled queries;
     - others: `max_position_embeddings` itself.
 
     With a rope for each type of layer (`typed`), nothing is multiplied.
@@ -298,7 +299,9 @@ def _context_tokens(f: Fields, family: Family, rope: Rope) -> int:
     context: float = f.integer("max_position_embeddings")
     if rope.type in ("yarn", "longrope"):
         context = rope.original_max_position_tokens
-    if rope.type in ("linear", "yarn") and family.ropes != "typed":
+    scaling = f.get("rope_scaling") or f.get("rope_parameters")
+    scales_queries = rope.type == "yarn" and scaling.get("llama_4_scaling_beta")
+    if rope.type in ("linear", "yarn") and family.ropes != "typed" and not scales_queries:
         context *= rope.factor
     if not _MIN_CONTEXT <= context <= _MAX_CONTEXT:
         problem = (

@@ -22,6 +22,7 @@ class GgufArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files keep neighbours in a rotary pair (`interleaved`) where llama.cpp rotates such pairs.
     keys: fields of config.json -> GGUF keys without the prefix; added to those of all files.
     values: fields of config.json that have these values without their key.
+    required: keys without the prefix -> the only value that is supported.
     names: tensors with other names than in Llama's files.
     fused_gate: `ffn_up` holds the rows of the gate, too.
     width_scaled_layers: with this number of layers, attention is scaled as if heads were as wide as
@@ -34,6 +35,7 @@ class GgufArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     changes: dict[str, Any] = {}
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
+    required: dict[str, Any] = {}
     names: dict[str, str] = {}
     fused_gate: bool = False
     width_scaled_layers: int = 0

@@ -42,6 +42,7 @@ _KEYS = {
     "rope_scaling.factor": "rope.scaling.factor",
     "rope_scaling.original_max_position_embeddings": "rope.scaling.original_context_length",
     "rope_scaling.attention_factor": "rope.scaling.attn_factor",
+    "rope_scaling.mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
     "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
 }
@@ -50,7 +51,12 @@ _ONLY_SUPPORTED_VALUES = {
     "attention.causal": True,
     "attention.scale": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "use_parallel_residual": False,
+    "rope.dimension_sections": None,
+    "nextn_predict_layers": 0,
+    "expert_weights_scale": 1.0,
+    "expert_group_count": 0,
 }
 _CONTROL = 3  # the token type of control tokens
 _MAX_NAME_CHARS = 64  # of metadata strings that are names
@@ -63,7 +69,7 @@ def config_of(file: Gguf) -> ModelConfig:
         problem = f"{arch!r} is not supported; supported: {', '.join(architectures())}"
         raise file.error("general.architecture", problem)
     entry = architectures()[arch]
-    for key, allowed in _ONLY_SUPPORTED_VALUES.items():
+    for key, allowed in (_ONLY_SUPPORTED_VALUES | entry.required).items():
         value = _scalar(file, f"{arch}.{key}", allowed)
         if value != allowed and key not in entry.keys.values():
             raise file.error(f"{arch}.{key}", f"{value!r} is not supported; supported: {allowed!r}")
@@ -93,7 +99,9 @@ def _values(
     kind = "layer_norm_epsilon" if family.norm.get("centred") else "layer_norm_rms_epsilon"
     keys[family.eps] = f"attention.{kind}"
     if family.experts is not None:
-        keys[family.experts.width] = "expert_feed_forward_length"
+        expert_key = "expert_feed_forward_length"
+        if family.experts.width not in keys or f"{arch}.{expert_key}" in file.metadata:
+            keys[family.experts.width] = expert_key
         if family.experts.shared:
             keys[family.experts.shared] = "expert_shared_feed_forward_length"
     names = {field: f"{arch}.{key}" for field, key in keys.items()}
@@ -109,6 +117,7 @@ def _values(
         values["query_pre_attn_scalar"] = _width_of_heads(values)
     values |= _head_dims(file, arch, family, values) | _window_pattern(file, names)
     values |= {
+        "rope_parameters": None,
         "sliding_window": values["sliding_window"] or None,
         "num_experts": values["num_experts"] or None,
         "rope_scaling": _rope_scaling(file, arch, values),
@@ -141,7 +150,7 @@ def _head_dims(file: Gguf, arch: str, family: Family, values: dict[str, Any]) ->
     if "partial_rotary_factor" in family.defaults:
         width = width or _width_of_heads(values)
         numbers = all(type(each) is int and each > 0 for each in (rotated, width))
-        fields["partial_rotary_factor"] = rotated / width if numbers else None
+        fields["partial_rotary_factor"] = _share(rotated, width) if numbers else None
     else:
         width = width or rotated
         keys.append(rotated_key)
@@ -150,6 +159,12 @@ def _head_dims(file: Gguf, arch: str, family: Family, values: dict[str, Any]) ->
             problem = f"{_scalar(file, key)!r} is not supported; a key has {width!r}"
             raise file.error(key, problem)
     return fields | {"head_dim": width}
+
+
+def _share(part: int, whole: int) -> float:
+    """Return the number that times `whole` is at least `part` after rounding."""
+    share = part / whole
+    return share if share * whole >= part else math.nextafter(share, math.inf)
 
 
 def _window_pattern(file: Gguf, names: dict[str, str]) -> dict[str, Any]:
@@ -211,10 +226,12 @@ def _rope_scaling(file: Gguf, arch: str, values: dict[str, Any]) -> dict[str, An
     kind = scaling["rope_type"] = scaling["rope_type"] or "linear"
     if kind == "none" or (kind == "linear" and not factor):
         return None
-    numbers = all(isinstance(each, int | float) for each in (factor, extra_factor))
+    cancelled = scaling.pop("mscale_all_dim") or 0.0
+    numbers = all(isinstance(each, int | float) for each in (factor, extra_factor, cancelled))
     if kind == "yarn" and numbers and factor > 1:
         # GGUF has an additional factor, config.json the whole factor including length scaling.
-        scaling["attention_factor"] = extra_factor * (0.1 * math.log(factor) + 1)
+        log = math.log(factor)
+        scaling["attention_factor"] = extra_factor * (0.1 * log + 1) / (0.1 * cancelled * log + 1)
     return scaling
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,9 +58,16 @@ class GgufWeights(WeightSource):
         return tensor.view(shape)
 
     def blocks(self, name: str) -> GgufTensor | None:
-        parts = self._parts[name] if self._as_stored else []
-        stored = self._rows(parts[0]) if len(parts) == 1 else None
-        return stored if stored is not None and stored.type.elements > 1 else None
+        """As in `WeightSource`; a layer's experts [experts, outputs, inputs] are one tensor."""
+        parts = [self._rows(part) for part in self._parts.get(name, []) if self._as_stored]
+        if not parts or parts[0].type.elements == 1 or len({part.type for part in parts}) > 1:
+            return None
+        if len(parts) == 1:
+            return parts[0]
+        rows = np.concatenate([part.rows for part in parts], axis=1)
+        experts, _, columns = parts[0].shape
+        outputs = sum(part.shape[1] for part in parts)
+        return parts[0]._replace(shape=(experts, outputs, columns), raw=rows.reshape(-1))
 
     def _rows(self, part: _Part) -> GgufTensor:
         tensor = self._file.tensors[part.tensor]

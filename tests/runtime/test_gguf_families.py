@@ -1,0 +1,218 @@
+"""Every architecture of GGUF files: a table of tiny models. A file computes what its directory
+does, and a file that does not fit its architecture is refused in one line."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from cbatch.runtime.cpu.decoder import load_model
+from cbatch.runtime.cpu.invariance import probe_batch_invariance
+from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.model.checkpoint import open_checkpoint
+from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.gguf_architectures import architectures
+from cbatch.runtime.model.gguf_file import TYPES, BlockType, Gguf, GgufTensor, read_gguf
+from cbatch.runtime.model.gguf_model import config_of
+from tests.gguf_converter import architecture_of, converted
+from tests.gguf_files import Q8_0, gguf_bytes
+from tests.runtime.hf_models import paged, run_all
+from tests.runtime.marks import needs_compiler
+from tests.runtime.mutations import EXTREMES, REALS, TEXTS
+from tests.runtime.test_every_family import CHANGES, LONG, make
+from tests.runtime.test_transformers_backend import sequences
+
+pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+# What files can say of the cases of each family, by `model_type`.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("mistral", {"sliding_window": 8}),
+    ("mixtral", {}),
+    ("ministral3", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("gemma", {}),
+    ("gemma2", CHANGES["gemma2"][0]),
+    ("gemma3_text", CHANGES["gemma3_text"][0]),
+    ("phi", {}),
+    ("phi3", {"sliding_window": 9}),
+    ("phi3", CHANGES["phi3"][1]),
+    ("smollm3", {}),
+    ("arcee", {}),
+    ("ernie4_5", {"use_bias": True}),
+    ("exaone4", {}),
+    ("seed_oss", {"attention_out_bias": True}),
+    ("olmo2", {}),
+    ("olmo3", {}),
+    ("granite", CHANGES["granite"][0]),
+    ("glm4", {}),
+    ("starcoder2", {"sliding_window": None}),
+    ("stablelm", {"use_qkv_bias": True}),
+    ("nemotron", {}),
+    ("cohere", {}),
+    ("cohere2", {}),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 192}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("granitemoe", CHANGES["granitemoe"][0]),
+    ("olmoe", {}),
+    ("gpt_oss", {"rope_parameters": CHANGES["gpt_oss"][0]["rope_parameters"]}),
+]
+# Changes for llama.cpp. It ignores windows of Llama, Phi 3 and small EXAONE 4, some biases, and
+# `truncate = false` of yarn. Its shortest context has the long factors of a tiny Phi 3. OLMoE must
+# have as many KV heads as heads.
+FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "phi3": {"sliding_window": None, "max_position_embeddings": 2048}
+    | {"original_max_position_embeddings": 1024},
+    "ernie4_5": {"use_bias": False},
+    "exaone4": {"num_hidden_layers": 64, "layer_types": None},
+    "seed_oss": {"attention_out_bias": False},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "olmoe": {"num_key_value_heads": 4},
+}
+GELU = ("gemma", "gemma2", "gemma3_text", "phi", "starcoder2")  # llama.cpp: a table in fp16
+ARRAYS = [], ["a", "b"], np.array([]), np.array([1, 2]), np.array([True, False] * 2), np.ones(4)
+ODD: tuple[Any, ...] = (*EXTREMES, *REALS, *TEXTS, True, -1, *ARRAYS)
+IDS = [f"{kind}-{i}" for i, (kind, _) in enumerate(CASES)]
+
+
+@functools.cache
+def made(case: int) -> tuple[Path, Path]:
+    """Make the directory and the file of a case once."""
+    kind, changes = CASES[case]
+    folder = Path(tempfile.mkdtemp(prefix="gguf-"))
+    make(kind, folder, **changes)
+    path = folder / "model.gguf"
+    path.write_bytes(gguf_bytes(*converted(folder)))
+    return folder, path
+
+
+def logits(path: Path, *rows: np.ndarray, **options: Any) -> torch.Tensor:
+    model, tokens = load_model(path, **options), rows or sequences((40, 11))
+    kv = KVCache(model.config, 30, 4, model.dtype, "cpu")
+    return run_all(model, kv, paged(kv, tokens), [1, 5, 7], firsts=[9, 4][: len(tokens)])
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_a_file_computes_what_its_directory_does(case: int) -> None:
+    """The only roundings are those of numbers in the metadata, and of norms plus 1."""
+    folder, path = made(case)
+    one, other = open_checkpoint(path).config, open_checkpoint(folder).config
+    for field in ("family", "windows", "max_position_tokens", "tie_embeddings"):
+        assert getattr(one, field) == getattr(other, field)
+    expected = logits(folder)
+    assert (logits(path) - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "kind", ["phi3", "glm4", "gemma3_text", "olmoe", "granitemoe", "qwen2_moe"]
+)
+def test_quantised_matrices(kind: str) -> None:
+    """Products take parts of fused matrices and experts as stored. Shared experts are widened."""
+    folder, _ = made(next(i for i, case in enumerate(CASES) if case[0] == kind))
+    path = folder / "quantised.gguf"
+    path.write_bytes(gguf_bytes(*converted(folder, Q8_0)))
+    model = load_model(path)
+    assert probe_batch_invariance(model).batch_invariant
+    experts = model.layers[0].experts
+    if experts is not None:
+        assert (experts.products[0].block_types == ("Q8_0",)) == (kind != "qwen2_moe")
+    widened = logits(path, dtype="float32")
+    far = (logits(path) - widened).norm() / widened.norm()
+    assert 1e-5 < far < 0.06
+
+
+def test_the_table_knows_every_architecture_and_no_other() -> None:
+    known = set(gguf.MODEL_ARCH_NAMES.values())
+    assert {architecture_of(made(case)[0]) for case in range(len(CASES))} == set(architectures())
+    assert set(architectures()) <= known
+
+
+def refusal(file: Gguf) -> str | None:
+    try:
+        config_of(file)
+    except ModelError as error:
+        message = str(error)
+        assert "\n" not in message and message.startswith(f"{file.path}: ")
+        return message
+    return None
+
+
+def blank(tensor: GgufTensor, shape: tuple[int, ...], kind: BlockType = TYPES[0]) -> GgufTensor:
+    size = math.prod(shape) // kind.elements * kind.bytes
+    return GgufTensor(tensor.name, kind, shape, np.zeros(size, np.uint8))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_a_tensor_that_does_not_fit_is_refused(case: int) -> None:
+    """Missing, unknown, misshapen, and quantised vectors."""
+    file = read_gguf(made(case)[1])
+    assert refusal(file) is None
+    for name, tensor in file.tensors.items():
+        if not name.startswith(("blk.", "rope_factors_long")) or name.startswith("blk.1."):
+            others = {key: each for key, each in file.tensors.items() if key != name}
+            odd = [blank(tensor, (*tensor.shape[:-1], tensor.shape[-1] + 32))]
+            odd.append(blank(tensor, (2, *tensor.shape)))
+            if len(tensor.shape) == 1 and tensor.shape[0] % 32 == 0:
+                odd.append(blank(tensor, tensor.shape, TYPES[8]))
+            for each in odd:
+                message = refusal(replace(file, tensors=others | {name: each}))
+                assert message, name
+                assert f"tensor {name}: " in message or name == "token_embd.weight"
+            if name != "output.weight":
+                assert refusal(replace(file, tensors=others)), name
+            extra = {f"{name.removesuffix('weight')}scale": tensor}
+            assert "is not a tensor of a" in str(
+                refusal(replace(file, tensors=file.tensors | extra))
+            )
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_metadata_are_read_or_refused(case: int) -> None:
+    file = read_gguf(made(case)[1])
+    for key in file.metadata:
+        for odd in ODD:
+            refusal(replace(file, metadata=file.metadata | {key: odd}))
+        refusal(replace(file, metadata={k: v for k, v in file.metadata.items() if k != key}))
+
+
+def test_factors_of_long_contexts(tmp_path: Path) -> None:
+    case = next(i for i, (_, changes) in enumerate(CASES) if changes.get("rope_parameters") == LONG)
+    assert open_checkpoint(made(case)[1]).config.max_position_tokens == 64
+
+
+@needs_compiler
+@pytest.mark.skipif("LLAMA_CPP_PYTHON" not in os.environ, reason="LLAMA_CPP_PYTHON is not set")
+def test_logits_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """LLAMA_CPP_PYTHON names an interpreter with llama-cpp-python 0.3.36."""
+    rows = sequences((40, 11))
+    for i, row in enumerate(rows):
+        np.save(tmp_path / f"row{i}.npy", row)
+    for name, (kind, changes) in zip(IDS, CASES, strict=True):
+        make(kind, tmp_path / name, **changes | FOR_LLAMA_CPP.get(kind, {}))
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(*converted(tmp_path / name)))
+    script = Path(__file__).with_name("llama_cpp_logits.py")
+    subprocess.run([os.environ["LLAMA_CPP_PYTHON"], script, tmp_path], check=True)
+    far = {}
+    for name, (kind, _) in zip(IDS, CASES, strict=True):
+        expected = torch.from_numpy(np.load(tmp_path / f"{name}.gguf.npy"))
+        computed = torch.cat([logits(tmp_path / f"{name}.gguf", row) for row in rows])
+        distance = ((computed - expected).abs().max() / expected.std()).item()
+        if distance > (3e-3 if kind in GELU else 1e-5):
+            far[name] = distance
+    assert not far
