@@ -159,6 +159,10 @@ def test_end_tokens(tmp_path: Path) -> None:
         },
     )
     assert open_checkpoint(path).config.eos_token_ids == (2, 0, 1, 3, 5)
+    tokens = ["a", "<|return|>", "<|end|>", "<|call|>"]  # <|end|> ends a message of gpt-oss
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 3]}
+    metadata["tokenizer.ggml.eos_token_id"] = 1
+    assert open_checkpoint(as_gguf(tmp_path, **metadata)).config.eos_token_ids == (1, 3)
 
 
 @pytest.mark.parametrize(
