@@ -242,7 +242,7 @@ def _end_ids(file: Gguf) -> list[Any]:
     ids = [_scalar(file, key) for key in keys if key in file.metadata]
     tokens, types = (_array(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     control = [(i, tokens[i]) for i, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL]
-    harmony = HARMONY_END_TOKENS <= {text for _, text in control}
+    harmony = {text for _, text in control} >= HARMONY_END_TOKENS
     ends = HARMONY_END_TOKENS if harmony else END_TOKENS
     ids += [i for i, text in control if text in ends]
     return list(dict.fromkeys(ids))
