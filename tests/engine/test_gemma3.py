@@ -7,7 +7,9 @@ import json
 from cbatch import LLM, SamplingParams, StructuredOutputs
 from tests.smollm2 import needs_gemma3
 
-PROMPT = "def fib(n):\n    if n == 0:\n        return 0\n    elif n == 1:\n        return 1\n    elif n"
+PROMPT = (
+    "def fib(n):\n    if n == 0:\n        return 0\n    elif n == 1:\n        return 1\n    elif n"
+)
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}, "big": {"type": "boolean"}},
