@@ -117,15 +117,15 @@ GEMMA3_IDS = (
 
 
 @pytest.mark.parametrize(
-    ("name", "each"),
+    ("name", "rows_of_ids"),
     [
         pytest.param("smollm2", SMOLLM2_IDS, marks=needs_smollm2),
         pytest.param("gemma3-270m", GEMMA3_IDS, marks=needs_gemma3),
     ],
 )
-def test_packaged_models_encode_as_llama_cpp(name: str, each: tuple[list[int], ...]) -> None:
+def test_packaged_models_encode_as_llama_cpp(name: str, rows_of_ids: tuple[list[int], ...]) -> None:
     tokenizer = tokenizer_of(name)
-    for text, ids in zip(TEXTS, each, strict=True):
+    for text, ids in zip(TEXTS, rows_of_ids, strict=True):
         assert tokenizer.encode(text, add_special_tokens=False) == ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
