@@ -51,6 +51,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         max_position_embeddings=131_072,
         rope_parameters=_LLAMA3_ROPE,
     ),
+    "qwen3-4b": _shape(
+        *(2560, 36, 32, 8, 151_936),
+        model_type="qwen3",
+        intermediate_size=9728,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=40_960,
+    ),
     # Small models of families whose layers differ from Llama's.
     "gemma-3": _small("gemma3_text", 768, sliding_window=32),
     "phi": _small("phi", 768),

@@ -1,4 +1,4 @@
-"""The mark of tests that need the model smollm2."""
+"""The marks of tests that need the packaged models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import pytest
 
 from cbatch.engine.model_files import packaged_path
 
-_PATH = packaged_path("smollm2")
-REASON = "needs smollm2: run cbatch get smollm2"
-needs_smollm2 = pytest.mark.skipif(_PATH is None or not _PATH.is_file(), reason=REASON)
+
+def _needs(name: str) -> pytest.MarkDecorator:
+    path = packaged_path(name)
+    reason = f"needs {name}: run cbatch get {name}"
+    return pytest.mark.skipif(path is None or not path.is_file(), reason=reason)
+
+
+needs_smollm2, needs_gemma3 = _needs("smollm2"), _needs("gemma3-270m")

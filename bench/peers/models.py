@@ -50,7 +50,14 @@ _VLLM_BLOCK_TOKENS = 128  # block size for which vLLM's pool is computed
 NAMES = (*SHAPES, "demo", *PACKAGED)
 _PLAIN = {"F32": F32, "F16": F16, "BF16": BF16}
 TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M")
-TYPES += ("Q6_K", "IQ4_NL", "IQ4_XS")  # llama.cpp's names of types that cbatch reads
+TYPES += (
+    "Q2_K",
+    "Q3_K_M",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4_MOE",
+)  # llama.cpp's names of types that cbatch reads
 
 
 class Run(msgspec.Struct):

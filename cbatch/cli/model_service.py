@@ -66,7 +66,7 @@ class ModelParts:
             if origin != "*" and "://" not in origin:
                 remedy = "give a scheme and a host, as https://app.example, or *"
                 raise FieldError("cors_origin", f"{origin!r} is not an origin", remedy)
-        if settings.tool_parser is not None and self._tokenizer is None:
+        if settings.tool_parser not in ("auto", "none") and self._tokenizer is None:
             raise FieldError("tool_parser", "needs a tokenizer", "give one, or leave this out")
         require_record(settings.record)
         endpoint = settings.otlp_endpoint
@@ -114,7 +114,8 @@ class ModelParts:
             reasoning_parser=settings.reasoning_parser,
             sampling_defaults=info.sampling_defaults,
         )
-        _logger.info(f"reasoning parser: {served.reasoning_parser}")
+        calls = served.tool_parser or "none"
+        _logger.info(f"reasoning parser: {served.reasoning_parser}; tool call parser: {calls}")
         return served
 
 

@@ -22,7 +22,9 @@ ReasoningFormat = Annotated[
     ReasoningParser,
     knob("chat", "format of the model's reasoning; auto: by its chat template"),
 ]
-MODEL_HELP = "model directory, .gguf file, hub name or smollm2 (default: the demo pair)"
+MODEL_HELP = (
+    "model directory, .gguf file, hub name, smollm2 or gemma3-270m (default: the demo pair)"
+)
 
 
 class ModelSettings(EngineSettings, frozen=True, kw_only=True):

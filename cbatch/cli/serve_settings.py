@@ -12,7 +12,7 @@ from cbatch.core.request.typed import knob
 from cbatch.server.http.limits import ConnectionLimits
 from cbatch.server.serving.admission_queue import Limits
 from cbatch.system.logs import LogFormat
-from cbatch.text.tool_parsers import ToolParser
+from cbatch.text.tool_parsers import ToolParserSetting
 
 _server, _limit, _watching = (partial(knob, name) for name in ("server", "limits", "logs"))
 _replicas = partial(knob, "replicas")
@@ -27,13 +27,13 @@ class ServeSettings(ModelSettings, frozen=True, kw_only=True):
     served_model_name: Annotated[str | None, _server("name of the model in the API", "NAME")] = None
     chat_template: ChatTemplateFile = None
     tool_parser: Annotated[
-        ToolParser | None,
+        ToolParserSetting,
         knob(
             "chat",
-            "format of the model's tool calls, for tool_choice auto",
+            "format of the model's tool calls; auto: by its chat template",
             name="tool_call_parser",
         ),
-    ] = None
+    ] = "auto"
     reasoning_parser: ReasoningFormat = "auto"
     generation_config: Annotated[
         Literal["auto", "none"],

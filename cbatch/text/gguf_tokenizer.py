@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,12 @@ _MAX_TOKEN_CHARS = 1 << 12
 # Limit on the characters of all added tokens: the library searches for them with one automaton.
 _MAX_ADDED_CHARS = 1 << 18
 
+# The template of files of Gemma's base models, which have the tokens of turns but no template.
+_GEMMA_TURNS = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{
+'model' if message.role == 'assistant' else 'user' }}
+{{ message.content | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
@@ -40,32 +46,48 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}")
+_SEED = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Patterns that split a text, applied in order, by the names in `tokenizer.ggml.pre`.
 _SPLIT_PATTERNS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"): (
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "dbrx"): (
         _WORDS % "{1,3}",
     ),
-    ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"): (_WORDS % "",),
+    ("smaug-bpe", "chatglm-bpe", "glm4"): (_WORDS % "{1,3}",),
+    ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"): (_WORDS % "",),
     ("qwen35",): (_QWEN35,),
+    ("seed-coder",): (_SEED,),
     ("tekken",): (_CASED % ("", "", ""),),
-    ("gpt-4o", "llama4"): (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),),
+    ("gpt-4o", "llama4", "kanana2", "minimax-m2"): (_GPT4O,),
+    ("tiny_aya",): (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (
         r"\p{N}",
         _GPT2,
     ),
-    ("gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion"): (_GPT2,),
+    ("gpt-2", "mpt", "olmo", "jais", "phi-2", "trillion", "exaone4", "granite-docling"): (_GPT2,),
+    ("falcon",): (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    ("deepseek-v3", "hunyuan-dense"): (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3),
     ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
 }
 _PATTERNS_BY_NAME = {
     name: patterns for names, patterns in _SPLIT_PATTERNS.items() for name in names
 }
 # Names in `tokenizer.ggml.pre` whose merges do not apply to a word that is itself a token.
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-_ADDS_BOS = _WHOLE_WORDS  # names that add BOS unless `add_bos_token` is false
+_WHOLE_WORDS = frozenset(
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken", "glm4")
+)
+_ADDS_BOS = _WHOLE_WORDS - {"glm4"}  # names that add BOS unless `add_bos_token` is false
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
@@ -115,6 +137,8 @@ def gguf_tokenizer_config(metadata: Mapping[str, Any], source: str) -> dict[str,
         for key, text in metadata.items()
         if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
     }
+    if not templates and all(f"<{mark}_of_turn>" in keys.vocab for mark in ("start", "end")):
+        templates["default"] = _GEMMA_TURNS
     return {**special_tokens, "chat_template": templates}
 
 
@@ -187,20 +211,25 @@ class _Keys:
         raise self.error(f"{name}_token_id", problem)
 
 
-def _byte_level(keys: _Keys) -> Tokenizer:
-    """Return GPT-2's BPE over bytes. Families differ in how a text is first split into words."""
-    vocab, pre = keys.vocab, keys.get("pre")
-    cuts = _PATTERNS_BY_NAME.get(pre) if isinstance(pre, str) else None
-    if cuts is None:
-        raise keys.error("pre", f"{pre!r:.40} is not known; known: {', '.join(_PATTERNS_BY_NAME)}")
-    merges = []
+def _listed_merges(keys: _Keys) -> list[tuple[str, str]]:
+    vocab, merges = keys.vocab, []
     for i, merge in enumerate(keys.strings("merges")):
         left, _, right = merge.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise keys.error("merges", f"entry {i}, {merge!r:.80}, is not a pair of tokens")
         merges.append((left, right))
+    return merges
+
+
+def _byte_level(keys: _Keys) -> Tokenizer:
+    """Return GPT-2's BPE over bytes. Families differ in how a text is first split into words."""
+    pre = keys.get("pre")
+    cuts = _PATTERNS_BY_NAME.get(pre) if isinstance(pre, str) else None
+    if cuts is None:
+        raise keys.error("pre", f"{pre!r:.40} is not known; known: {', '.join(_PATTERNS_BY_NAME)}")
     whole = pre in _WHOLE_WORDS
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole))
+    model = models.BPE(vocab=keys.vocab, merges=_listed_merges(keys), ignore_merges=whole)
+    raw = Tokenizer(model)
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in cuts),
@@ -211,8 +240,7 @@ def _byte_level(keys: _Keys) -> Tokenizer:
     return raw
 
 
-def _sentence_piece(keys: _Keys) -> Tokenizer:
-    """Return SentencePiece's BPE, which merges the neighbours with the highest score first."""
+def _scored_merges(keys: _Keys) -> list[tuple[str, str]]:
     vocab, scores = keys.vocab, keys.numbers("scores")
     if scores is None:
         raise keys.error("scores", "missing")
@@ -225,10 +253,23 @@ def _sentence_piece(keys: _Keys) -> Tokenizer:
         pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
         merges += [(-scores[token], pair) for pair in pairs]
     merges.sort(key=lambda merge: merge[0])
+    return [pair for _, pair in merges]
+
+
+def _gemma4(keys: _Keys) -> Tokenizer:
+    raw = _sentence_piece(keys, _listed_merges)
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
+    return raw
+
+
+def _sentence_piece(
+    keys: _Keys, merges_of: Callable[[_Keys], list[tuple[str, str]]] = _scored_merges
+) -> Tokenizer:
+    """Return SentencePiece's BPE, which merges the neighbours with the highest score first."""
     raw = Tokenizer(
         models.BPE(
-            vocab=vocab,
-            merges=[pair for _, pair in merges],
+            vocab=keys.vocab,
+            merges=merges_of(keys),
             unk_token=keys.special("unknown", 0),
             fuse_unk=True,
             byte_fallback=True,
@@ -246,4 +287,5 @@ def _sentence_piece(keys: _Keys) -> Tokenizer:
     return raw
 
 
-_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece}
+_MODELS: dict[str, Callable[[_Keys], Tokenizer]]
+_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _gemma4}

@@ -14,14 +14,19 @@ from cbatch.text.reply_reader import (
     ToolCallFormat,
 )
 
-ToolParser = Literal["hermes", "llama3_json", "mistral", "harmony"]
-ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "mistral", "harmony", "none"]
+ToolParser = Literal["hermes", "llama3_json", "mistral", "granite", "phi4_mini_json", "harmony"]
+ToolParserSetting = Literal["auto", ToolParser, "none"]
+ReasoningParser = Literal[
+    "auto", "deepseek_r1", "qwen3", "mistral", "gemma4", "seed_oss", "harmony", "none"
+]
 
 _CHANNEL, _MESSAGE, _ASSISTANT = "<|channel|>", "<|message|>", "<|start|>assistant"
 THOUGHTS: dict[str, ThoughtFormat] = {
     "deepseek_r1": ThoughtFormat("<think>", "</think>", starts_inside=True),
     "qwen3": ThoughtFormat("<think>", "</think>"),
     "mistral": ThoughtFormat("[THINK]", "[/THINK]"),
+    "gemma4": ThoughtFormat("<|channel>thought\n", "<channel|>"),
+    "seed_oss": ThoughtFormat("<seed:think>", "</seed:think>"),
     "harmony": ThoughtFormat(
         f"{_CHANNEL}analysis{_MESSAGE}",
         "<|end|>",
@@ -66,6 +71,28 @@ CALLS: dict[ToolParser, ToolCallFormat] = {
         shapes=("[TOOL_CALLS] [{call}]", "[TOOL_CALLS]{name}[ARGS]"),
         separator=",",
     ),
+    # Granite 3: <|tool_call|>[{"name": "f", "arguments": {}}, {...}]
+    "granite": ToolCallFormat(
+        ("<|tool_call|>",),
+        THOUGHTS["qwen3"],
+        r"\s*\[?\s*",
+        r"\s*\[?\s*",
+        next_head=r"\s*,\s*",
+        end="]",
+        shapes=("<|tool_call|> [{call}]",),
+        separator=",",
+    ),
+    # Phi-4-mini: functools[{"name": "f", "arguments": {}}, {...}]
+    "phi4_mini_json": ToolCallFormat(
+        ("functools",),
+        THOUGHTS["qwen3"],
+        r"\s*\[\s*",
+        r"\s*\[?\s*",
+        next_head=r"\s*,\s*",
+        end="]",
+        shapes=("functools [{call}]",),
+        separator=",",
+    ),
     # gpt-oss: <|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     "harmony": ToolCallFormat(
         (
@@ -90,10 +117,34 @@ CALLS: dict[ToolParser, ToolCallFormat] = {
 _BY_TEMPLATE: tuple[tuple[ReasoningParser, tuple[str, ...]], ...] = (
     ("harmony", (_CHANNEL,)),
     ("mistral", ("[THINK]",)),
+    ("gemma4", ("<|channel>thought",)),
+    ("seed_oss", ("<seed:think>",)),
     ("qwen3", ("<think>",)),
     ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
     ("qwen3", ("</think>",)),
 )
+
+_NOT_HERMES = ("<function=", "<arg_key>", "<invoke", "<tool_calls>", "<|python_tag|>")
+# Likewise for calls: texts that the template has, and texts of other formats that it lacks.
+_CALLS_BY_TEMPLATE: tuple[tuple[ToolParser, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("harmony", (_CHANNEL,), ()),
+    ("mistral", ("[TOOL_CALLS]",), ()),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>"), ()),
+    ("phi4_mini_json", ("<|tool|>", "<|/tool|>"), ()),
+    ("phi4_mini_json", ("functools[",), ()),
+    ("hermes", ("<tool_call>", "arguments"), _NOT_HERMES),
+    ("llama3_json", ("<|start_header_id|>", '"parameters": '), ("<function=", "<tool_call>")),
+)
+
+
+def find_tool_parser(setting: ToolParserSetting | None, template: str) -> ToolParser | None:
+    """Return the parser of the setting, None for `none`; `auto` chooses by the chat template."""
+    if setting != "auto":
+        return None if setting == "none" else setting
+    for parser, texts, others in _CALLS_BY_TEMPLATE:
+        if all(text in template for text in texts) and not any(text in template for text in others):
+            return parser
+    return None
 
 
 def find_reasoning_parser(setting: ReasoningParser, template: str) -> ReasoningParser:

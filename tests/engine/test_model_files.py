@@ -25,7 +25,7 @@ from cbatch.runtime.model.config import ModelError
 from cbatch.text import TokenizerError
 from tests.gguf_files import Q8_0, convert, gguf_bytes
 from tests.runtime.hf_models import build
-from tests.smollm2 import needs_smollm2
+from tests.smollm2 import needs_gemma3, needs_smollm2
 from tests.text.test_gguf_tokenizer import BYTE_LEVEL
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
@@ -104,19 +104,29 @@ def test_models_by_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert find_model("tiny") == "tiny"  # a local folder comes first
 
 
-# Token ids by llama.cpp for the same file.
-ENCODED = {
-    "  leading spaces and\ttabs\n\n\n  x": [216, 2899, 5600, 284, 197, 100, 7366, 1116, 3805, 1792],
-    "Việt Nam ĐẸP": [43298, 25275, 225, 100, 18620, 24488, 234, 31604, 133, 64],
-}
-# Greedy output of llama.cpp for the same file in fp32.
+TEXTS = ("  leading spaces and\ttabs\n\n\n  x", "Việt Nam ĐẸP")
+# Token ids of TEXTS by llama.cpp for the same files.
+SMOLLM2_IDS = (
+    [216, 2899, 5600, 284, 197, 100, 7366, 1116, 3805, 1792],
+    [43298, 25275, 225, 100, 18620, 24488, 234, 31604, 133, 64],
+)
+GEMMA3_IDS = (
+    [138, 26016, 9952, 532, 255968, 39218, 109, 138, 236781],
+    [31422, 13459, 11774, 7968, 247037, 236791],
+)
 
 
-@needs_smollm2
-def test_smollm2_encodes_as_llama_cpp() -> None:
-    tokenizer = tokenizer_of("smollm2")
-    for text, ids in ENCODED.items():
-        assert tokenizer.encode(text) == ids
+@pytest.mark.parametrize(
+    ("name", "rows_of_ids"),
+    [
+        pytest.param("smollm2", SMOLLM2_IDS, marks=needs_smollm2),
+        pytest.param("gemma3-270m", GEMMA3_IDS, marks=needs_gemma3),
+    ],
+)
+def test_packaged_models_encode_as_llama_cpp(name: str, rows_of_ids: tuple[list[int], ...]) -> None:
+    tokenizer = tokenizer_of(name)
+    for text, ids in zip(TEXTS, rows_of_ids, strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 

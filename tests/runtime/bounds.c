@@ -33,10 +33,12 @@ static float *floats(long count) {
     return found;
 }
 
-static const int types[] = {F32, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS};
+static const int types[] = {F32, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K,
+                            IQ4_NL, IQ4_XS, MXFP4};
 // Bytes of a block in a file (ggml-common.h).
 static const long sizes[] = {[Q4_0] = 18, [Q4_1] = 20, [Q5_0] = 22, [Q5_1] = 24, [Q8_0] = 34,
-                             [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210, [IQ4_NL] = 18, [IQ4_XS] = 136};
+                             [Q4_K] = 144, [Q5_K] = 176, [Q6_K] = 210, [IQ4_NL] = 18, [IQ4_XS] = 136,
+                             [Q2_K] = 84, [Q3_K] = 110, [MXFP4] = 17};
 #define TYPES (long)(sizeof types / sizeof *types)
 static int in_blocks(int type) { return type != F32 && type != BF16; }
 

@@ -28,6 +28,7 @@ MADE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "fours": ("llama", ("Q4_0", "Q4_1", "IQ4_NL"), SENTENCE_PIECE),
     "fives": ("qwen2", ("Q8_0", "Q5_0", "Q5_1"), BYTE_LEVEL),
     "supers": ("llama", ("Q6_K", "Q4_K", "Q5_K", "IQ4_XS"), BYTE_LEVEL),
+    "few bits": ("llama", ("Q2_K", "Q3_K", "IQ3_S", "MXFP4"), BYTE_LEVEL),
 }
 
 

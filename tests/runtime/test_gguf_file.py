@@ -94,7 +94,7 @@ TEXT = struct.pack("<Q", 1) + b"x"
             head(tensors=1) + entry((48, 2), Q8_0) + FULL,
             r"shape \[2, 48\] does not fit type Q8",
         ),
-        (head(tensors=1) + entry((32,), 10) + FULL, "tensor t: type Q2_K is not supported; suppor"),
+        (head(tensors=1) + entry((32,), 26) + FULL, "tensor t: type I32 is not supported; suppor"),
         (head(tensors=1) + entry((32,), 99) + FULL, "tensor t: type 99 is not supported; supporte"),
         (head(tensors=1) + entry((2**62, 2**62)) + FULL, "tensor t: the file ends at byte"),
         (head(tensors=1) + entry((32,), offset=2**63) + FULL, "tensor t: the file ends at byte"),

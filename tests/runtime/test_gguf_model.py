@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -12,11 +15,13 @@ from torch import Tensor
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.model import gguf_file
 from cbatch.runtime.model.checkpoint import open_checkpoint
 from cbatch.runtime.model.config import ModelError
 from tests.gguf_files import BF16, F16, F32, Q8_0, Stored, convert, gguf_bytes, stored
 from tests.runtime.hf_models import build, paged, run_all, tokens_of
 from tests.runtime.marks import needs_compiler
+from tests.runtime.test_gguf_blocks import blocks
 
 
 def logits(model: str | Path, **options: Any) -> Tensor:
@@ -82,6 +87,30 @@ def test_blocks_are_multiplied_with_as_they_are(tmp_path: Path, changes: dict[st
     assert 1e-5 < far < 0.06  # KV is in bf16, too
 
 
+def test_types_that_are_widened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path, "llama", hidden_size=256)
+    values, tensors = convert(tmp_path)
+    name, kind = "blk.1.ffn_gate.weight", "IQ3_S"
+    matrix = tensors[name]
+    raw = blocks(kind, math.prod(matrix.shape) // 256)
+    number = gguf.GGMLQuantizationType[kind]
+    wide = torch.from_numpy(gguf.dequantize(raw, number)).view(matrix.shape)
+    both = tmp_path / "few-bits.gguf", tmp_path / "wide.gguf"
+    few_bits = Stored(number, matrix.shape, raw.tobytes())
+    for path, tensor in zip(both, (few_bits, stored(wide)), strict=True):
+        path.write_bytes(gguf_bytes(values, tensors | {name: tensor}))
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(*map(logits, both))
+    megabytes = [wide.numel() * bits / 8e6 for bits in (3.4375, 32)]
+    expected = "1 tensors of IQ3_S are widened while loading: {:.1f} MB become {:.1f} MB"
+    assert expected.format(*megabytes) in caplog.text
+    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=rf"tensor {name}: type IQ3_S needs the package gguf: pip"):
+        gguf_file.read_parts(both[0])
+
+
 def test_a_split_model(tmp_path: Path) -> None:
     build(tmp_path, "llama")
     whole = logits(as_gguf(tmp_path))
@@ -124,6 +153,10 @@ def test_end_tokens(tmp_path: Path) -> None:
         },
     )
     assert open_checkpoint(path).config.eos_token_ids == (2, 0, 1, 3, 5)
+    tokens = ["a", "<|return|>", "<|end|>", "<|call|>"]  # <|end|> ends a message of gpt-oss
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 3]}
+    metadata["tokenizer.ggml.eos_token_id"] = 1
+    assert open_checkpoint(as_gguf(tmp_path, **metadata)).config.eos_token_ids == (1, 3)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,8 @@ FORMS = {
     ),
     "llama3_json": Form("llama3_json", PLAIN, OBJECT.replace("arguments", "parameters"), "; "),
     "mistral": Form("mistral", MISTRAL, OBJECT, ", ", "[TOOL_CALLS] [{}]"),
+    "granite": Form("granite", PLAIN, OBJECT, ", ", "<|tool_call|>[{}]"),
+    "phi4_mini_json": Form("phi4_mini_json", PLAIN, OBJECT, ", ", "functools[{}]"),
     "mistral, newer": Form(
         *("mistral", MISTRAL, "[TOOL_CALLS]{}[ARGS]{}"),
         reasoning="mistral",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cbatch.core.request.request import StructuredOutputs
 from cbatch.text.forced_tools import ForcedCall, ForcedCallReader, JsonEnd, ToolCallPart
 from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought
-from cbatch.text.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser
+from cbatch.text.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser, find_tool_parser
 
 Calls = list[tuple[str, str]]
 ROME = '{"city": "Rome", "days": 1.50}'
@@ -71,6 +71,7 @@ REPLIES: dict[tuple[str | None, str], list[Any]] = {
         ("</think>b", "b", "", [], True),
         ("no answer yet ", "", "no answer yet", [], True),
     ],
+    (None, "gemma4"): [("<|channel>thought\na<channel|>b", "b", "a"), same("a <|channel>final")],
     (None, "mistral"): [("[THINK]a [/THINKER] b[/THINK]c", "c", "a [/THINKER] b")],
     ("hermes", "qwen3"): [  # tags anywhere; a call in a thought, or a tag without a call, is text
         (f"<think>maybe {TAG}? No.</think>\nNo.", "No.", f"maybe {TAG}? No."),
@@ -126,6 +127,16 @@ REPLIES: dict[tuple[str | None, str], list[Any]] = {
         same("[TOOL_CALLS]g nullable"),
         same('[TOOL_CALLS]g "x" {'),
         same("[TOOL_CALLS] is a token"),
+    ],
+    ("granite", "qwen3"): [
+        (f'a <|tool_call|>[{OBJECT}, {{"name": "g", "arguments": {{}}}}]', "a", "", [F, G]),
+        (f"<think>{OBJECT}</think><|tool_call|> {OBJECT}", "", OBJECT, [F]),
+        same("<|tool_call|>[1]"),
+    ],
+    ("phi4_mini_json", "qwen3"): [
+        (f'functools[{OBJECT}, {{"name": "g", "arguments": {{}}}}] ', "", "", [F, G]),
+        same("import functools\nfunctools.cache"),
+        same("functools [1]"),
     ],
     (None, "harmony"): [  # gpt-oss
         (f"{ANALYSIS}Hm.{END}{FINAL}Yes.<|return|>", "Yes.", "Hm."),
@@ -340,6 +351,8 @@ def test_forced_calls_come_after_a_thought() -> None:
         ("{{ content.split('</think>')[-1] }}<|start_header_id|>assistant", "qwen3"),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
         ("[SYSTEM_PROMPT]think in [THINK][/THINK]", "mistral"),
+        ("{{ '<|channel>thought\\n' }}", "gemma4"),
+        ("{% set begin = '<seed:think>' %}", "seed_oss"),
         ("<|im_start|>assistant\n", "none"),
         ("", "none"),
     ],
@@ -348,6 +361,25 @@ def test_the_reasoning_parser_is_found_by_the_template(template: str, parser: An
     assert find_reasoning_parser("auto", template) == parser
     assert find_reasoning_parser("none", template) == "none"
     assert find_reasoning_parser("qwen3", template) == "qwen3"
+
+
+@pytest.mark.parametrize(
+    "template, parser",
+    [
+        ('within <tool_call></tool_call>: {"name": <name>, "arguments": <args>}', "hermes"),
+        ("<tool_call>\n<function=name>\n<parameter=a> {{ call.arguments }}", None),
+        ("<|start|>assistant<|channel|>commentary to=functions", "harmony"),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral"),
+        ("<|start_of_role|>assistant: only with <|tool_call|> followed by a JSON list", "granite"),
+        ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json"),
+        ('<|start_header_id|> {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("<|im_start|>assistant\n", None),
+    ],
+)
+def test_the_tool_parser_is_found_by_the_template(template: str, parser: Any) -> None:
+    assert find_tool_parser("auto", template) == parser
+    assert find_tool_parser("none", template) is None
+    assert find_tool_parser("hermes", template) == "hermes"
 
 
 @pytest.mark.parametrize(

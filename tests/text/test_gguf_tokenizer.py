@@ -101,6 +101,10 @@ def test_sentence_piece() -> None:
     assert other.encode("hello") == pieces[2:]
     eszett = [ids["<0xC3>"], ids["<0x9F>"]]
     assert tokenizer.encode("ß")[-2:] == eszett and tokenizer.decode(tokenizer.encode("ß")) == "ß"
+    listed = {"merges": ["e l", "l o", "h el"], "scores": None, "add_space_prefix": False}
+    gemma4 = rebuilt(SENTENCE_PIECE, model="gemma4", **listed)
+    assert gemma4.encode("hello ß")[:-3] == [ids["hel"], ids["lo"]]
+    assert gemma4.decode(gemma4.encode("hello ß\n")) == "hello ß\n"
     # Text after a control token begins like a separate text.
     assert tokenizer.encode("</s>o", add_special_tokens=False) == [2, ids["▁"], ids["o"]]
 
@@ -141,12 +145,22 @@ def test_chat_template(tmp_path: Path) -> None:
     template = load_chat_template("x.gguf", own, config)
     assert template is not None and template.render([]) == "</s>!"
     assert load_chat_template("x.gguf", config=gguf_tokenizer_config(metadata, "x")) is None
+    # A base model of Gemma has tokens of turns, but no template.
+    turns = [*PIECES[:3], "<start_of_turn>", "<end_of_turn>", *PIECES[5:]]
+    tokens = turns + SENTENCE_PIECE["tokenizer.ggml.tokens"][len(PIECES) :]
+    config = gguf_tokenizer_config(metadata | {"tokenizer.ggml.tokens": tokens}, "x.gguf")
+    template = load_chat_template("x.gguf", config=config)
+    assert template is not None
+    assert template.render([{"role": "user", "content": " hello "}]) == (
+        "<s><start_of_turn>user\nhello<end_of_turn>\n<start_of_turn>model\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("base", "changes", "words"),
     [
         (BYTE_LEVEL, {"model": "t5"}, "ggml.model: 't5' is not supported; supported: gpt2, llama"),
+        (SENTENCE_PIECE, {"model": "gemma4"}, "ggml.merges: missing"),
         (BYTE_LEVEL, {"model": None}, "ggml.model: None is not supported"),
         (BYTE_LEVEL, {"pre": "hunyuan-9"}, "ggml.pre: 'hunyuan-9' is not known; known: llama-bpe"),
         (BYTE_LEVEL, {"pre": None}, "ggml.pre: None is not known"),
@@ -202,7 +216,7 @@ VOCABULARIES = Path(os.environ.get("LLAMA_CPP_MODELS", "/nowhere"))
 @pytest.mark.parametrize(
     "name",
     ["llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35", "gpt-2", "mpt", "starcoder", "refact"]
-    + ["command-r", "deepseek-coder"],
+    + ["command-r", "deepseek-coder", "falcon", "gemma-4"],
 )
 def test_texts_are_encoded_as_llama_cpp_does(name: str) -> None:
     """The cases are llama.cpp's own: digits, spaces, scripts, emoji."""
@@ -210,6 +224,6 @@ def test_texts_are_encoded_as_llama_cpp_does(name: str) -> None:
     tokenizer = gguf_tokenizer(read_gguf(path).metadata, name)
     texts = Path(f"{path}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
     lines = Path(f"{path}.out").read_text().split("\n")
-    assert len(texts) > 40
-    for text, line in zip(texts, lines, strict=True):
+    assert len(texts) > 40 and lines[len(texts) :] in ([], [""])
+    for text, line in zip(texts, lines, strict=False):
         assert tokenizer.encode(text, add_special_tokens=False) == [*map(int, line.split())], text

@@ -155,7 +155,7 @@ INLINE void block_band(const problem *args, const segment *part, form f, long ro
                        long last) {
     long r = 0;
 #if defined(__AMX_TILE__)
-    if (f.scales != HALVES) r = tiled_block_band(args, part, f, rows, first, last);
+    if (halves_of(f) == 1) r = tiled_block_band(args, part, f, rows, first, last);
 #endif
     BLOCK_ROWS(ROWS)
 #if ROWS == 8
@@ -179,7 +179,7 @@ static __attribute__((noinline)) void any_band(const problem *args, const segmen
 #endif
         return;
     TYPE(Q4_0) TYPE(Q4_1) TYPE(Q5_0) TYPE(Q5_1) TYPE(Q8_0)
-    TYPE(Q4_K) TYPE(Q5_K) TYPE(Q6_K) TYPE(IQ4_NL) TYPE(IQ4_XS)
+    TYPE(Q2_K) TYPE(Q3_K) TYPE(Q4_K) TYPE(Q5_K) TYPE(Q6_K) TYPE(IQ4_NL) TYPE(IQ4_XS) TYPE(MXFP4)
     }
 }
 

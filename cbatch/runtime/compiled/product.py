@@ -28,7 +28,7 @@ MAX_LANES = 16  # floats in the widest vector of any build
 # ggml's numbers of these types.
 TYPES = {torch.float32: 0, torch.bfloat16: 30}
 BLOCK_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13}
-BLOCK_TYPES |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23}
+BLOCK_TYPES |= {"Q2_K": 10, "Q3_K": 11, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}
 
 
 Segment, LinearStruct = struct("segment"), struct("linear")  # of problem.h

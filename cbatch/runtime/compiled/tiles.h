@@ -179,7 +179,7 @@ INLINE void tiled_cells(const char *panel, long in, form f, const char *x, long 
             const coded *row = (const coded *)(x + r * stride) + cell;
             const ints product = products[r] - f.offset * (row->sums[0] + row->sums[1]);
             sums[r] += by.s[0] * all(row->factor) * __builtin_convertvector(product, vec);
-            if (f.scales == DM || f.scales == SIXES) sums[r] += by.m * all(row->code_sum);
+            if (has_offsets(f)) sums[r] += by.m[0] * all(row->code_sum);
         }
     }
 }

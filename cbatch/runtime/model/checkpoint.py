@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import zlib
 from collections import Counter
@@ -17,7 +18,7 @@ from torch import Tensor
 from cbatch.runtime.model.config import ModelConfig, ModelError, is_hub_name
 from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.family_weights import FamilyWeights
-from cbatch.runtime.model.gguf_file import is_gguf, read_gguf
+from cbatch.runtime.model.gguf_file import WIDENED, Gguf, is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import config_of
 from cbatch.runtime.model.gguf_tensors import GgufWeights
 from cbatch.runtime.model.quantised import QuantisedWeights
@@ -87,6 +88,8 @@ def open_checkpoint(
     else:
         as_stored = dtype == "auto"
         if file is not None:
+            if as_stored:
+                warn_widened(file, served)
             source = GgufWeights(file, config, served, as_stored=as_stored)
         else:
             source = files = Safetensors(path)
@@ -109,6 +112,17 @@ def _has_other_head(files: Safetensors) -> bool:
         return False
     head, embedding = files.read("lm_head.weight"), files.read(_EMBEDDING)
     return head.dtype != embedding.dtype or not torch.equal(head, embedding)
+
+
+def warn_widened(file: Gguf, dtype: torch.dtype) -> None:
+    """Log the memory of quantised tensors that no product takes as they are."""
+    tensors = [each for each in file.tensors.values() if each.type in WIDENED.values()]
+    if tensors:
+        types = ", ".join(sorted({each.type.name for each in tensors}))
+        stored = sum(each.raw.nbytes for each in tensors) / 1e6
+        widened = sum(math.prod(each.shape) for each in tensors) * dtype.itemsize / 1e6
+        message = "%s: %d tensors of %s are widened while loading: %.1f MB become %.1f MB"
+        _logger.warning(message, file.path, len(tensors), types, stored, widened)
 
 
 def warn_unread(path: str | Path, names: Iterable[str]) -> None:

@@ -13,6 +13,8 @@ END_TOKENS = frozenset(
     ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"]
     + ["</s>", "<EOT>", "_<EOT>", "<end_of_turn>", "<｜end▁of▁sentence｜>"]
 )
+# In gpt-oss's format these end a text, and <|end|> ends a message, after which a text may go on.
+HARMONY_END_TOKENS = frozenset(["<|return|>", "<|call|>"])
 
 
 class _Added(msgspec.Struct):

@@ -8,6 +8,7 @@ come the low codes of some consecutive bytes, then the high codes of the same by
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _VALUES_PER_STEP = 1 << 22  # so that fp32 intermediates are small compared with a tensor
+_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
 _IQ4 = torch.tensor(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
 )
@@ -25,13 +27,20 @@ def dequantised(name: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Ten
     stored = torch.from_numpy(blocks)
     if name in _PLAIN:
         return stored.view(_PLAIN[name]).flatten().to(dtype)
-    values = _VALUES[name]
+    values = _VALUES.get(name) or partial(_by_gguf, name)
     width = values(stored[:1]).shape[1]
     values_out = torch.empty(len(stored), width, dtype=dtype)
     step = _VALUES_PER_STEP // width
     for at in range(0, len(stored), step):
         values_out[at : at + step] = values(stored[at : at + step])
     return values_out.flatten()
+
+
+def _by_gguf(name: str, b: Tensor) -> Tensor:
+    import gguf
+
+    values = gguf.dequantize(b.numpy(), gguf.GGMLQuantizationType[name])
+    return torch.from_numpy(values.reshape(len(b), -1))
 
 
 def rounded_to_q8_0(matrix: Tensor) -> NDArray[np.uint8]:
@@ -83,6 +92,35 @@ def _q5_1(b: Tensor) -> Tensor:
     return _half(b, 0) * q + _half(b, 2)
 
 
+def _mxfp4(b: Tensor) -> Tensor:
+    # The scale of the doubled values is 2^(e - 128), which is subnormal for small e.
+    scales = torch.exp2(b[:, :1].double() - 128).float()
+    return scales * _FP4[_nibbles(b[:, 1:]).int()]
+
+
+def _twos(b: Tensor) -> Tensor:
+    """Return codes of 2 bits [count, 8, 32] of 64 bytes. 32 bytes hold four times 32 codes."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    return (b.unflatten(1, (2, 1, 32)) >> shifts & 3).flatten(1, 2)
+
+
+def _q2_k(b: Tensor) -> Tensor:
+    q = _twos(b[:, 16:80]).view(-1, 16, 16)
+    scales, offsets = _half(b, 80) * (b[:, :16] & 15), _half(b, 82) * (b[:, :16] >> 4)
+    return (scales.unsqueeze(2) * q - offsets.unsqueeze(2)).flatten(1)
+
+
+def _q3_k(b: Tensor) -> Tensor:
+    # Bit j of the byte for column i belongs to column i of sub-block j.
+    third = b[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    q = (_twos(b[:, 32:96]) | third << 2).view(-1, 16, 16).float() - 4
+    # Scales have 6 bits: low 4 bits in bytes 96 to 104, upper two bits in bytes 104 to 108.
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = (b[:, None, 104:108] >> shifts & 3).flatten(1)
+    scales = _half(b, 108) * ((_nibbles(b[:, 96:104]) | high << 4).float() - 32)
+    return (scales.unsqueeze(2) * q).flatten(1)
+
+
 def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and offsets of 8 sub-blocks, fp32 [count, 8, 1]. They have 6 bits each, in 12
     bytes; the bytes of the first four have the upper two bits of the last four."""
@@ -108,10 +146,8 @@ def _q5_k(b: Tensor) -> Tensor:
 
 def _q6_k(b: Tensor) -> Tensor:
     low = b[:, :128].unflatten(1, (2, 1, 64))
-    low = torch.cat([low & 15, low >> 4], dim=2).view(-1, 2, 4, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = b[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3
-    q = (low | high << 4).view(-1, 16, 16).float() - 32
+    low = torch.cat([low & 15, low >> 4], dim=2).view(-1, 8, 32)
+    q = (low | _twos(b[:, 128:192]) << 4).view(-1, 16, 16).float() - 32
     scales = _half(b, 208) * b[:, 192:208].view(torch.int8)
     return (scales.unsqueeze(2) * q).flatten(1)
 
@@ -137,9 +173,12 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -11,6 +11,7 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from stat import S_ISREG
@@ -54,18 +55,32 @@ TYPES = {
     6: BlockType("Q5_0", 32, 22),
     7: BlockType("Q5_1", 32, 24),
     8: BlockType("Q8_0", 32, 34),
+    10: BlockType("Q2_K", 256, 84),
+    11: BlockType("Q3_K", 256, 110),
     12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
     20: BlockType("IQ4_NL", 32, 18),
     23: BlockType("IQ4_XS", 256, 136),
     30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17),
 }
-_UNSUPPORTED = dict(
-    [(10, "Q2_K"), (11, "Q3_K"), (16, "IQ2_XXS"), (17, "IQ2_XS"), (18, "IQ3_XXS"), (19, "IQ1_S")]
-    + [(21, "IQ3_S"), (22, "IQ2_S"), (24, "I8"), (25, "I16"), (26, "I32"), (27, "I64"), (28, "F64")]
-    + [(29, "IQ1_M"), (34, "TQ1_0"), (35, "TQ2_0"), (39, "MXFP4"), (40, "NVFP4")]
-)
+# Types that no product takes: they are widened while loading, by the package `gguf`.
+WIDENED = {
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    29: BlockType("IQ1_M", 256, 56),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    40: BlockType("NVFP4", 64, 36),
+}
+TYPES |= WIDENED
+_UNSUPPORTED = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_REMEDY = "pip install 'cbatch[models]'"
 
 
 class GgufTensor(NamedTuple):
@@ -279,6 +294,9 @@ class _Reader:
             raise self._error(
                 field, f"type {_UNSUPPORTED.get(kind, kind)} is not supported; supported: {known}"
             )
+        if kind in WIDENED and find_spec("gguf") is None:
+            problem = f"type {TYPES[kind].name} needs the package gguf: {_REMEDY}"
+            raise self._error(field, problem)
         if not all(shape) or shape[-1] % TYPES[kind].elements:
             problem = f"shape {list(shape)} does not fit type {TYPES[kind].name}"
             raise self._error(field, problem)

@@ -12,7 +12,7 @@ import torch
 
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.config_json import parse_config
-from cbatch.runtime.model.end_tokens import END_TOKENS
+from cbatch.runtime.model.end_tokens import END_TOKENS, HARMONY_END_TOKENS
 from cbatch.runtime.model.families import Family
 from cbatch.runtime.model.gguf_architectures import GgufArchitecture, architectures
 from cbatch.runtime.model.gguf_file import Gguf
@@ -241,8 +241,10 @@ def _end_ids(file: Gguf) -> list[Any]:
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = [_scalar(file, key) for key in keys if key in file.metadata]
     tokens, types = (_array(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    ends = zip(range(len(tokens)), tokens, types, strict=False)
-    ids += [i for i, text, kind in ends if kind == _CONTROL and text in END_TOKENS]
+    control = [(i, tokens[i]) for i, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL]
+    harmony = {text for _, text in control} >= HARMONY_END_TOKENS
+    ends = HARMONY_END_TOKENS if harmony else END_TOKENS
+    ids += [i for i, text in control if text in ends]
     return list(dict.fromkeys(ids))
 
 

@@ -10,12 +10,12 @@ from cbatch.server.protocol.errors import UnknownModelError
 from cbatch.text import ChatTemplate, TextTokenizer
 from cbatch.text.chat_format import ChatFormat
 from cbatch.text.output_processor import token_texts
-from cbatch.text.tool_parsers import ReasoningParser, ToolParser
+from cbatch.text.tool_parsers import ReasoningParser, ToolParserSetting, find_tool_parser
 
 
 class ServedModel(ChatFormat):
     """The model as clients see it. `root` is its path or hub name, `created_s` seconds since the
-    epoch. `tool_parser` names the format of its tool calls, None if unknown; `reasoning_parser` the
+    epoch. `tool_parser` is the format of its tool calls, None if unknown; `reasoning_parser` the
     format of its thoughts. `sampling_defaults` are the model's defaults for `SamplingParams`."""
 
     no_template_remedy = (
@@ -33,7 +33,7 @@ class ServedModel(ChatFormat):
         root: str | None = None,
         tokenizer: TextTokenizer | None = None,
         chat_template: ChatTemplate | None = None,
-        tool_parser: ToolParser | None = None,
+        tool_parser: ToolParserSetting | None = None,
         reasoning_parser: ReasoningParser = "none",
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
@@ -45,9 +45,8 @@ class ServedModel(ChatFormat):
             reasoning_parser=reasoning_parser,
         )
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.tool_parser: ToolParser | None = tool_parser
-        if tool_parser is None and self.reasoning_parser == "harmony":
-            self.tool_parser = "harmony"
+        template = "" if chat_template is None else chat_template.text
+        self.tool_parser = find_tool_parser(tool_parser, template)
         self.vocab_size = vocab_size
         self._created_s = created_s
         self._root = root or name
