@@ -83,17 +83,8 @@ async def _run(args: argparse.Namespace) -> list[Result]:
     seconds, results = args.minutes * 60 / sum(each.share for each in checks), []
     for at, check in enumerate(checks, 1):
         print(f"{at}/{len(checks)} {check.name}", file=sys.stderr, flush=True)
-        for server in servers:
-            await server.rest()
-        results.append(
-            await run_check(
-                check,
-                servers[0],
-                servers[1] if len(servers) > 1 else None,
-                seed=args.seed,
-                seconds=seconds * check.share,
-            )
-        )
+        share_s = seconds * check.share
+        results.append(await run_check(check, servers, seed=args.seed, seconds=share_s))
     for client in clients:
         client.close()
     return results
