@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from bench.load.check.command import CHECKS, FAILED_CHECK, add_parser
-from bench.load.check.distribution import filtered
+from bench.load.check.distribution import Sums, filtered
 from cbatch.core.request.errors import FieldError
 from tests.bench import planted_server
 from tests.bench.planted_server import FAULTS, planted
@@ -124,6 +125,24 @@ def test_filters_are_those_of_the_server(fields: dict[str, Any]) -> None:
             assert all(math.isclose(p, sampled[int(name)], abs_tol=1e-9) for name, p in weights)
             assert not fields or biased or len(weights) == (sampled > 0).sum()
     assert compared > 100
+
+
+@pytest.mark.parametrize("bias", ["none", "likeliest", "one that a lookup guesses", "order"])
+def test_bets_find_a_bias_and_nothing_else(bias: str) -> None:
+    """Of nine tokens, one in a hundred is not sampled; or the two last change places."""
+    rng, sums = random.Random(1), Sums(0)
+    weights = [(name, (12 - i) / 72) for i, name in enumerate("abcdefghi")]
+    names, chances = zip(*weights, strict=True)
+    for token in rng.choices(names, chances, k=60_000):
+        guess = rng.choice(names[4:])
+        if bias in sums.bets and rng.random() < 0.015:
+            token = "a" if bias == "likeliest" else guess
+        elif bias == "order":
+            token = {"h": "c", "c": "h"}.get(token, token)
+        sums.add(weights, token, guess, rng.random())
+    problem = sums.problem() or "none"
+    assert bias in problem or (bias == "order" and "do not follow" in problem), problem
+    assert "a bias to the likeliest of 1.3% would show" in sums.seen()
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ CHECKS = [
         f"samples follow the reported probabilities: {name}",
         partial(_sample, name=name),
         share=20.0 if name == "flat" else 2.0,
-        max_trials=80 if name == "flat" else 20,
+        max_trials=80 if name == "flat" else 10,
         max_findings=1,
     )
     for name in FILTERS
