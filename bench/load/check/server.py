@@ -56,10 +56,6 @@ class Choice(msgspec.Struct):
                 if name in ("name", "arguments"):
                     self.calls[call.get("index", at)][name] += value or ""
         logprobs = choice.logprobs or {}
-        for entry in logprobs.get("content") or ():
-            self.tokens.append(entry["token"])
-            self.logprobs.append(entry["logprob"])
-            self.tops.append({top["token"]: top["logprob"] for top in entry["top_logprobs"]})
         self.tokens += logprobs.get("tokens") or []
         self.logprobs += logprobs.get("token_logprobs") or []
         self.tops += [top or {} for top in logprobs.get("top_logprobs") or ()]
@@ -96,8 +92,8 @@ class NotSupportedError(Exception):
 class TestedServer:
     """Asks a server, and keeps it busy. Prompts are cut from the source of Python's library."""
 
-    def __init__(self, client: HttpClient, key: str | None, model: str) -> None:
-        self.client, self._key, self.model = client, key, model
+    def __init__(self, client: HttpClient, model: str) -> None:
+        self.client, self.model = client, model
         self._corpus = PromptText(load_text(None), TOKEN_CHARS)
         self._alone: dict[str, Answer] = {}
 
@@ -109,7 +105,7 @@ class TestedServer:
     def message(self, body: Body) -> bytes:
         """Return the bytes of a request for a completion."""
         fields = json.dumps({"model": self.model} | body).encode()
-        return self.client.endpoint.message("POST", COMPLETIONS, fields, self._key)
+        return self.client.message("POST", COMPLETIONS, fields)
 
     async def running(self) -> float:
         """Return the number of running requests by /metrics, 0 if it does not say."""
