@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 
-from bench.load.check.equality import LONG_PROMPT_TOKENS, require_equal
+from bench.load.check.equality import require_equal
 from bench.load.check.run import Check, CheckTrial
 from bench.load.check.server import NotSupportedError
 from bench.load.client.http import COMPLETIONS, CallError
@@ -32,11 +32,11 @@ async def _pause(trial: CheckTrial) -> None:
     alone = await server.require(body | {"max_tokens": 64}, "the request")
     if len(alone.pieces) < 16:
         raise NotSupportedError("a stream of 64 tokens has fewer than 16 events")
+    prompt = server.prompt(trial.rng, await server.long_tokens())
     begun = asyncio.Event()
     stream = asyncio.create_task(server.ask(body | {"max_tokens": 400}, begun=begun))
     await begun.wait()
-    long = trial.body(prompt=server.prompt(trial.rng, LONG_PROMPT_TOKENS), max_tokens=1)
-    reading = await server.ask(long)
+    reading = await server.ask(trial.body(prompt=prompt, max_tokens=1))
     answer = await stream
     if reading.error or answer.error:
         raise NotSupportedError(reading.error or answer.error)

@@ -10,27 +10,27 @@ from bench.load.check.run import Check, CheckTrial
 from bench.load.check.server import BUSY, Answer, Body, NotSupportedError, TestedServer
 
 NEAR_TIE_NATS = 0.1  # smaller gaps of log probabilities are rounding of 16-bit logits
-LONG_PROMPT_TOKENS = 1500
 
 
 async def _equal(
     trial: CheckTrial,
     *,
     load: int = 0,
-    prompt_tokens: int = 24,
+    long: bool = False,
     cancels: int = 0,
     one_by_one: bool = False,
     on: TestedServer | None = None,
     fields: Body | None = None,
 ) -> None:
-    """Compare answers with those alone: among `load` requests with prompts of `prompt_tokens`,
-    after `cancels` left answers, on another server, with further fields."""
+    """Compare answers with those alone: among `load` requests (with long prompts), after `cancels`
+    left answers, on another server, with further fields."""
     rng, server = trial.rng, on or trial.server
     sampling = [{}, {}, *({"temperature": 0.9, "seed": rng.getrandbits(31)} for _ in "ab")]
     requests = [trial.body(max_tokens=48, logprobs=5, **fields) for fields in sampling]
     alone = [await trial.server.alone(each) for each in requests]
     await trial.server.cancel_storm(cancels, rng)
-    async with trial.server.load(load, rng, prompt_tokens):
+    tokens = await server.long_tokens() if long else 24
+    async with server.load(load, rng, tokens):
         calls = [server.ask(each | (fields or {})) for each in reversed(requests)]
         answers = [await each for each in calls] if one_by_one else await asyncio.gather(*calls)
     require_equal(trial, requests, alone, answers[::-1])
@@ -87,14 +87,13 @@ async def _against(trial: CheckTrial) -> None:
     await _equal(trial, on=trial.other)
 
 
-_long = partial(_equal, load=2, prompt_tokens=LONG_PROMPT_TOKENS)
 CHECKS = [
     Check("equal-again", "the same requests again", partial(_equal, one_by_one=True)),
     Check("equal-order", "all at once, in another order", _equal),
     Check("equal-load-1", "beside another request", partial(_equal, load=1)),
     Check("equal-load-8", "among 8 other requests", partial(_equal, load=8)),
     Check("equal-load-32", "among 32 other requests", partial(_equal, load=32)),
-    Check("equal-long-prompts", "while long prompts are read", _long),
+    Check("equal-long-prompts", "while long prompts are read", partial(_equal, load=2, long=True)),
     Check("equal-cancels", "after clients left long answers", partial(_equal, cancels=16)),
     Check("equal-speculation", "with speculation and without", _without_speculation),
     Check("equal-against", "here and on the second server", _against),

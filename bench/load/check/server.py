@@ -29,6 +29,7 @@ from bench.load.run.report import scrape
 Body = dict[str, Any]
 BUSY = (429, 503)  # statuses of servers that are full
 TOKEN_CHARS = 5.0  # characters per requested prompt token, about
+LONG_PROMPTS_TOKENS = (1500, 700, 300)  # the first that the server takes is a long prompt
 
 
 class Choice(msgspec.Struct):
@@ -96,6 +97,7 @@ class TestedServer:
         self.client, self.model = client, model
         self._corpus = PromptText(load_text(None), TOKEN_CHARS)
         self._alone: dict[str, Answer] = {}
+        self._long_tokens: int | None = None
 
     def prompt(self, rng: random.Random, tokens: int = 24) -> str:
         """Return a piece of the corpus of about `tokens` tokens."""
@@ -168,6 +170,15 @@ class TestedServer:
         if key not in self._alone:
             self._alone[key] = await self.require(body, "the request")
         return self._alone[key]
+
+    async def long_tokens(self) -> int:
+        """Return the length of prompts that are long for this server, but not too long."""
+        for tokens in () if self._long_tokens else LONG_PROMPTS_TOKENS:
+            body: Body = {"prompt": self.prompt(random.Random(0), tokens), "max_tokens": 64}
+            if not (await self.ask(body)).error:
+                self._long_tokens = tokens
+                break
+        return self._long_tokens or LONG_PROMPTS_TOKENS[-1]
 
     @asynccontextmanager
     async def load(

@@ -44,7 +44,8 @@ REASONING: Body = {"chat_template_kwargs": {"enable_thinking": True}}
 KINDS: dict[str, tuple[str, Body]] = {
     "schema": ("answers of a schema", {}),
     "schema-tools": ("answers of a schema, with tools", TOOLS),
-    "schema-reasoning": ("answers of a schema, with reasoning and tools", TOOLS | REASONING),
+    "schema-reasoning": ("answers of a schema, with reasoning", REASONING),
+    "schema-both": ("answers of a schema, with reasoning and tools", TOOLS | REASONING),
     "required": ("required calls", TOOLS | {"tool_choice": "required"}),
 }
 
