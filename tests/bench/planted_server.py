@@ -171,7 +171,7 @@ class PlantedServer:
                 while loop.time() < self.stalled_until_s:
                     await asyncio.sleep(0.05)
                 _chunk(writer, {"choices": [event]})
-                await asyncio.sleep(0.005 if "cancel" in self.faults else STEP_S)
+                await asyncio.sleep(0.008 if "cancel" in self.faults else STEP_S)
         _chunk(writer, {"choices": [], "usage": counts})
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         return None

@@ -208,7 +208,7 @@ class TestedServer:
 
         async def one() -> None:
             begun = asyncio.Event()
-            body = {"prompt": self.prompt(rng), "max_tokens": 1000, "ignore_eos": True}
+            body = {"prompt": self.prompt(rng), "max_tokens": 600, "ignore_eos": True}
             task = asyncio.create_task(self.ask(body, begun=begun))
             await begun.wait()
             task.cancel()
