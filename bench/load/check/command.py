@@ -30,7 +30,8 @@ FAILED_CHECK = 1  # exit status if something was found
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>{title}</title>
 <style>{style}
-td, th {{ text-align: left; vertical-align: top; white-space: pre-line; }}
+td, th {{ text-align: left; vertical-align: top; }}
+td:nth-child(n + 4) {{ white-space: pre-line; }}
 .found td:nth-child(2) {{ color: var(--run1); font-weight: 600; }} .not td {{ color: var(--soft); }}
 </style><header><h1>{title}</h1><p id="subtitle">{note}</p></header>
 <main id="figures" class="card"><table><thead><tr><th>check<th>state<th>trials<th>what<th>seen

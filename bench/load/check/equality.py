@@ -44,7 +44,7 @@ def require_equal(
         if after.status in BUSY:
             continue
         if after.error:
-            trial.found(f"{after.status}: {after.error[:200]}", request)
+            trial.found(after.error[:200], request)
         elif difference := describe_difference(before, after, request["temperature"] == 0):
             trial.found(difference[0], request, near_tie=difference[1])
 

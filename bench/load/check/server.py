@@ -161,7 +161,7 @@ class TestedServer:
         """Ask, and take a refusal as a missing feature. Raises `NotSupportedError`."""
         answer = await self.ask(body, streamed=streamed)
         if 400 <= answer.status < 500 or answer.status in BUSY:
-            raise NotSupportedError(f"{what}: {answer.status} {answer.error[:160]}")
+            raise NotSupportedError(f"{what}: {answer.error[:160]}")
         return answer
 
     async def alone(self, body: Body) -> Answer:

@@ -70,7 +70,7 @@ async def _trial(trial: CheckTrial, kind: str) -> None:
 def _problem(answer: Answer, valid: Valid, kind: str) -> str | None:
     choice = answer.first
     if answer.error:
-        return f"{answer.status}: {answer.error[:200]}"
+        return answer.error[:200]
     for call in choice.calls:
         if call["name"] != "measure" or not _holds(call["arguments"], _is_record):
             return f"the call {call} is not one of the tool"
