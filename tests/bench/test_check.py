@@ -23,13 +23,13 @@ from tests.bench.planted_server import FAULTS, planted
 FINDERS = {
     "batch": "equal-load-8",
     "biased drafts": "samples-flat",
-    "logprobs of the neighbour": "equal-load-32",
+    "logprobs of the neighbour": "equal-load-8",
     "usage": "usage",
     "stop": "stops",
     "schema": "schema-reasoning",
     "stall": "pause",
     "split": "pieces",
-    "seed": "equal-load-32",
+    "seed": "equal-load-8",
     "cancel": "cancel",
 }
 assert FINDERS.keys() == FAULTS.keys()

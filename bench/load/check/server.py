@@ -149,7 +149,8 @@ class TestedServer:
             await self.client.call("POST", path, json.dumps(fields).encode(), reader)
         except CallError as error:
             if error.failure not in (Failure.EMPTY, Failure.NO_USAGE):
-                answer.error = error.detail
+                is_answer = error.failure in (Failure.STATUS, Failure.REPORTED)
+                answer.error = error.detail if is_answer else str(error)
                 answer.status = error.status or 200 * (error.failure is Failure.REPORTED)
         except (LookupError, TypeError, AttributeError) as error:
             answer.error = f"not an answer of the API: {error!r}"

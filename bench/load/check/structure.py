@@ -38,7 +38,8 @@ SCHEMAS: list[tuple[dict[str, Any], Valid]] = [
     (LIST, lambda v: type(v) is list and 1 <= len(v) <= 3 and all(type(x) is bool for x in v)),
     (_object(sign={"enum": SIGNS}), lambda v: v in [{"sign": sign} for sign in SIGNS]),
 ]
-FUNCTION = {"name": "measure", "description": "Measure a thing.", "parameters": RECORD}
+# Without `strict`, a server need not keep calls that the model chose to the tool's schema.
+FUNCTION = {"name": "measure", "description": "Measure.", "parameters": RECORD, "strict": True}
 TOOLS: Body = {"tools": [{"type": "function", "function": FUNCTION}]}
 REASONING: Body = {"chat_template_kwargs": {"enable_thinking": True}}
 KINDS: dict[str, tuple[str, Body]] = {
