@@ -26,7 +26,8 @@ async def _equal(
     left answers, on another server, with further fields."""
     rng, server = trial.rng, on or trial.server
     sampling = [{}, {}, *({"temperature": 0.9, "seed": rng.getrandbits(31)} for _ in "ab")]
-    requests = [trial.body(max_tokens=48, logprobs=5, **fields) for fields in sampling]
+    shown = await trial.server.logprobs()
+    requests = [trial.body(max_tokens=48, **shown, **each) for each in sampling]
     alone = [await trial.server.alone(each) for each in requests]
     await trial.server.cancel_storm(cancels, rng)
     tokens = await server.long_tokens() if long else 24

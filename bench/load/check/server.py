@@ -98,6 +98,7 @@ class TestedServer:
         self._corpus = PromptText(load_text(None), TOKEN_CHARS)
         self._alone: dict[str, Answer] = {}
         self._long_tokens: int | None = None
+        self._logprobs: Body | None = None
 
     def prompt(self, rng: random.Random, tokens: int = 24) -> str:
         """Return a piece of the corpus of about `tokens` tokens."""
@@ -171,6 +172,14 @@ class TestedServer:
         if key not in self._alone:
             self._alone[key] = await self.require(body, "the request")
         return self._alone[key]
+
+    async def logprobs(self) -> Body:
+        """Return the field that asks for log probabilities, or nothing if it is refused."""
+        if self._logprobs is None:
+            asked: Body = {"logprobs": 5}
+            refused = (await self.ask({"prompt": "a", "max_tokens": 1} | asked)).error
+            self._logprobs = {} if refused else asked
+        return self._logprobs
 
     async def long_tokens(self) -> int:
         """Return the length of prompts that are long for this server, but not too long."""
