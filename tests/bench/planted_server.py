@@ -28,6 +28,7 @@ FAULTS = {
     "split": "characters are split between events",
     "seed": "seeds are ignored under load",
     "cancel": "a request goes on after its client has left",
+    "top-k": "a request with top_k fails",
 }
 _EMOJI = "\U0001f600".encode()
 VOCABULARY: list[bytes] = [
@@ -130,6 +131,8 @@ class PlantedServer:
             return self._send(writer, 200, {"tokens": ids})
         if problem := _problem(body):
             return self._send(writer, 400, {"error": {"message": problem}})
+        if body.get("top_k") and "top-k" in self.faults:
+            return self._send(writer, 500, {"error": {"message": "the engine died"}})
         text = body.get("prompt") or json.dumps(body["messages"])
         if len(text) > LONG_CHARS and "stall" in self.faults:
             self.stalled_until_s = asyncio.get_running_loop().time() + 2.0
@@ -269,7 +272,7 @@ def _logprob(
 ) -> tuple[str, float, dict[str, float]]:
     row = np.roll(logprobs_of(before, last), is_shifted).tolist()
     best = sorted(range(len(row)), key=lambda each: -row[each])[:tops]
-    return NAMES[token], row[token], {NAMES[each]: row[each] for each in (*best, token)}
+    return NAMES[token], row[token], {NAMES[i]: row[i] for i in (*best, token)}
 
 
 def _fields(body: dict[str, Any], text: str, reasoning: str = "") -> dict[str, Any]:

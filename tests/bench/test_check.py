@@ -31,6 +31,7 @@ FINDERS = {
     "split": "pieces",
     "seed": "equal-load-8",
     "cancel": "cancel",
+    "top-k": "samples-top-k",
 }
 assert FINDERS.keys() == FAULTS.keys()
 SLOW = ["biased drafts"]  # needs some 60,000 tokens
@@ -131,7 +132,7 @@ def test_filters_are_those_of_the_server(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("bias", ["none", "likeliest", "one that a lookup guesses", "order"])
 def test_bets_find_a_bias_and_nothing_else(bias: str) -> None:
-    """Of nine tokens, one in a hundred is not sampled; or the two last change places."""
+    """A few of nine tokens are not sampled, or two tokens change places."""
     rng, sums = random.Random(1), Sums(0)
     weights = [(name, (12 - i) / 72) for i, name in enumerate("abcdefghi")]
     names, chances = zip(*weights, strict=True)

@@ -87,7 +87,7 @@ async def _run(args: argparse.Namespace) -> list[Result]:
     checks = sorted((CHECKS[name] for name in args.only or CHECKS), key=lambda each: each.share)
     key, urls = args.api_key or os.environ.get("CBATCH_API_KEY"), [args.url, args.against]
     clients = [HttpClient(Endpoint.of(u), key=key, timeout_s=args.timeout) for u in urls if u]
-    servers = [TestedServer(each, args.model or await find_model(each)) for each in clients]
+    servers = [TestedServer(c, args.model or await find_model(c)) for c in clients]
     end_s, results = time.monotonic() + 60 * args.minutes, []
     for at, check in enumerate(checks):
         print(f"{at + 1}/{len(checks)} {check.name}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Sampled tokens against the server's own log probabilities.
 
 Bets are placed against the distribution that the server reports. If it samples from that, the
-capital of each bet is a martingale, and the mean of all exceeds 1 / ERROR with at most the
-probability ERROR, however often it is looked at (Ville's inequality). Bets of several sizes win if
+capital of each bet is a martingale. The mean of all then exceeds 1 / ERROR with probability ERROR
+at most, however often it is looked at (Ville's inequality). Bets of several sizes win if
 the likeliest token comes too often, or the token that a lookup would guess: the one that followed
 the last token before. A further bet wins if a number that is uniform for a right server (the
 randomised probability integral transform, Smith 1985) prefers some of twenty classes.
@@ -18,7 +18,7 @@ from collections import Counter
 from functools import partial
 
 from bench.load.check.run import Check, CheckTrial
-from bench.load.check.server import Body, Choice, NotSupportedError
+from bench.load.check.server import AnswerChoice, Body, NotSupportedError
 from bench.load.client.bodies import NO_ANSWER, tokenize
 
 ERROR = 1e-5  # probability that a right server fails one of these checks
@@ -199,7 +199,12 @@ def _not_reported(fields: Body, plain: dict[str, float], changed: dict[str, floa
 
 
 def _add(
-    sums: Sums, choice: Choice, tops: int, fields: Body, biased: str | None, rng: random.Random
+    sums: Sums,
+    choice: AnswerChoice,
+    tops: int,
+    fields: Body,
+    biased: str | None,
+    rng: random.Random,
 ) -> str | None:
     """Add the tokens of a choice. Describe a token that a filter should have removed."""
     seen: Counter[str] = Counter()

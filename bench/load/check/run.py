@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.load.check.server import Answer, Body, NotSupportedError, TestedServer
+from bench.load.check.server import Answer, Body, NoAnswerError, NotSupportedError, TestedServer
 
 PASSED, NEAR_TIE, FOUND, UNSUPPORTED = "passed", "near tie", "found", "not supported"
 MAX_SHOWN = 3  # findings of a check in the report
@@ -90,6 +90,8 @@ async def run_check(
                 trial = CheckTrial(servers, seed + result.trials, memory)
                 try:
                     await check.trial(trial)
+                except NoAnswerError as error:
+                    trial.found(*error.args)
                 except OSError as error:  # of a check that opens connections itself
                     trial.found(f"no connection: {error}")
                 if not trial.findings:

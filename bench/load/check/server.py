@@ -32,7 +32,7 @@ TOKEN_CHARS = 5.0  # characters per requested prompt token, about
 LONG_PROMPTS_TOKENS = (1500, 700, 300)  # the first that the server takes is a long prompt
 
 
-class Choice(msgspec.Struct):
+class AnswerChoice(msgspec.Struct):
     """One choice of an answer. `tops` has the most likely tokens of each position."""
 
     text: str = ""
@@ -69,15 +69,15 @@ class Answer(msgspec.Struct):
 
     status: int = 0
     error: str = ""
-    choices: list[Choice] = []
+    choices: list[AnswerChoice] = []
     usage: dict[str, Any] = {}
     pieces: list[tuple[float, str]] = []
     sent_s: float = 0.0
     end_s: float = 0.0
 
     @property
-    def first(self) -> Choice:
-        return self.choices[0] if self.choices else Choice()
+    def first(self) -> AnswerChoice:
+        return self.choices[0] if self.choices else AnswerChoice()
 
     def longest_gap_s(self, from_s: float = 0.0, to_s: float = math.inf) -> float:
         """Return the longest time between two pieces that lies within these times, even in part."""
@@ -88,6 +88,10 @@ class Answer(msgspec.Struct):
 
 class NotSupportedError(Exception):
     """The server has no such feature; the message says how that was seen."""
+
+
+class NoAnswerError(Exception):
+    """The server ended the connection, or said that it failed. The request is the second part."""
 
 
 class TestedServer:
@@ -133,7 +137,7 @@ class TestedServer:
             answer.usage = chunk.usage or answer.usage
             for choice in chunk.choices or ():
                 while len(answer.choices) <= choice.index:
-                    answer.choices.append(Choice())
+                    answer.choices.append(AnswerChoice())
                 text = answer.choices[choice.index].add(choice)
                 if choice.index == 0 and text:
                     answer.pieces.append((now_s, text))
@@ -160,10 +164,13 @@ class TestedServer:
         return answer
 
     async def require(self, body: Body, what: str, *, streamed: bool = True) -> Answer:
-        """Ask, and take a refusal as a missing feature. Raises `NotSupportedError`."""
+        """Ask, and take a refusal as a missing feature. Raises `NotSupportedError`, or
+        `NoAnswerError` if there is neither an answer nor a refusal."""
         answer = await self.ask(body, streamed=streamed)
         if 400 <= answer.status < 500 or answer.status in BUSY:
             raise NotSupportedError(f"{what}: {answer.error[:160]}")
+        if answer.error and answer.status != 200:
+            raise NoAnswerError(f"no answer: {answer.error[:200]}", body)
         return answer
 
     async def alone(self, body: Body) -> Answer:
@@ -176,9 +183,9 @@ class TestedServer:
     async def logprobs(self) -> Body:
         """Return the field that asks for log probabilities, or nothing if it is refused."""
         if self._logprobs is None:
-            asked: Body = {"logprobs": 5}
-            refused = (await self.ask({"prompt": "a", "max_tokens": 1} | asked)).error
-            self._logprobs = {} if refused else asked
+            five: Body = {"logprobs": 5}
+            refused = (await self.ask({"prompt": "a", "max_tokens": 1} | five)).error
+            self._logprobs = {} if refused else five
         return self._logprobs
 
     async def long_tokens(self) -> int:
