@@ -271,7 +271,7 @@ def _logprob(
     before: int, last: int, token: int, tops: int, is_shifted: bool
 ) -> tuple[str, float, dict[str, float]]:
     row = np.roll(logprobs_of(before, last), is_shifted).tolist()
-    best = sorted(range(len(row)), key=lambda each: -row[each])[:tops]
+    best = sorted(range(len(row)), key=lambda token: -row[token])[:tops]
     return NAMES[token], row[token], {NAMES[i]: row[i] for i in (*best, token)}
 
 

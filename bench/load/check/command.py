@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> list[Result]:
     # The check with the largest share comes last: it gets what the others left.
-    checks = sorted((CHECKS[name] for name in args.only or CHECKS), key=lambda each: each.share)
+    checks = sorted((CHECKS[name] for name in args.only or CHECKS), key=lambda check: check.share)
     key, urls = args.api_key or os.environ.get("CBATCH_API_KEY"), [args.url, args.against]
     clients = [HttpClient(Endpoint.of(u), key=key, timeout_s=args.timeout) for u in urls if u]
     servers = [TestedServer(c, args.model or await find_model(c)) for c in clients]
