@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
+import random
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 FAULTS = {
@@ -24,6 +28,7 @@ FAULTS = {
     "split": "characters are split between events",
     "seed": "seeds are ignored under load",
     "cancel": "a request goes on after its client has left",
+    "top-k": "a request with top_k fails",
 }
 _EMOJI = "\U0001f600".encode()
 VOCABULARY: list[bytes] = [
@@ -35,17 +40,33 @@ VOCABULARY: list[bytes] = [
     *(bytes([97 + i, 97 + 7 * i % 26]) for i in range(26)),
     *(_EMOJI[:2], _EMOJI[2:]),
 ]
+NAMES = [each.decode("utf-8", "replace") for each in VOCABULARY]
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "logit_bias")
 FIRST, SECOND = len(VOCABULARY) - 2, len(VOCABULARY) - 1
 _random = np.random.default_rng(0)
 _LAST, _BEFORE = 1.5 * _random.normal(size=(2, len(VOCABULARY), len(VOCABULARY)))
 SLOTS, STEP_S, LONG_CHARS = 16, 0.0004, 4000
 
 
-def logits_of(ids: list[int]) -> np.ndarray:
-    if ids[-1] == FIRST:
+@cache
+def logits_of(before: int, last: int) -> np.ndarray:
+    if last == FIRST:
         return np.where(np.arange(len(VOCABULARY)) == SECOND, 0.0, -60.0)
-    row = _LAST[ids[-1]] + _BEFORE[ids[-2]]
+    row = _LAST[last] + _BEFORE[before]
     return np.where(np.arange(len(VOCABULARY)) == SECOND, -60.0, row)
+
+
+@cache
+def logprobs_of(before: int, last: int) -> np.ndarray:
+    logits = logits_of(before, last)
+    return logits - np.log(np.exp(logits).sum())
+
+
+@cache
+def _cumulated(before: int, last: int, fields: str) -> tuple[int, list[float]]:
+    """Return the likeliest token, and the running sums of the probabilities."""
+    chances = filtered(logits_of(before, last), json.loads(fields), [])
+    return int(np.argmax(chances)), np.cumsum(chances).tolist()
 
 
 def filtered(logits: np.ndarray, body: dict[str, Any], output: list[int]) -> np.ndarray:
@@ -55,7 +76,7 @@ def filtered(logits: np.ndarray, body: dict[str, Any], output: list[int]) -> np.
         logits[token] -= body.get("presence_penalty", 0) + count * body.get("frequency_penalty", 0)
     for token, bias in (body.get("logit_bias") or {}).items():
         logits[int(token)] += bias
-    chances = np.exp(logits - logits.max())
+    chances = np.exp((logits - logits.max()) / (body.get("temperature") or 1.0))
     order = np.argsort(-chances, kind="stable")
     chances /= chances.sum()
     cut = body.get("top_k") or len(order)
@@ -110,6 +131,8 @@ class PlantedServer:
             return self._send(writer, 200, {"tokens": ids})
         if problem := _problem(body):
             return self._send(writer, 400, {"error": {"message": problem}})
+        if body.get("top_k") and "top-k" in self.faults:
+            return self._send(writer, 500, {"error": {"message": "the engine died"}})
         text = body.get("prompt") or json.dumps(body["messages"])
         if len(text) > LONG_CHARS and "stall" in self.faults:
             self.stalled_until_s = asyncio.get_running_loop().time() + 2.0
@@ -123,9 +146,8 @@ class PlantedServer:
 
     @staticmethod
     def _send(writer: asyncio.StreamWriter, status: int, document: Any) -> None:
-        data = document if isinstance(document, str) else json.dumps(document)
-        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(data.encode())}\r\n\r\n"
-        writer.write((head + data).encode())
+        data = document.encode() if isinstance(document, str) else msgspec.json.encode(document)
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(data), data))
 
     async def _generate(
         self, body: dict[str, Any], text: str, writer: asyncio.StreamWriter
@@ -152,7 +174,7 @@ class PlantedServer:
                 while loop.time() < self.stalled_until_s:
                     await asyncio.sleep(0.05)
                 _chunk(writer, {"choices": [event]})
-                await asyncio.sleep(0.005 if "cancel" in self.faults else STEP_S)
+                await asyncio.sleep(0.008 if "cancel" in self.faults else STEP_S)
         _chunk(writer, {"choices": [], "usage": counts})
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         return None
@@ -160,29 +182,30 @@ class PlantedServer:
     async def _sample(
         self, body: dict[str, Any], text: str, index: int
     ) -> tuple[list[int], list[Any]]:
-        seed, output, rows = body.get("seed"), [], []
-        context = [sum(text.encode()) % 40, sum(text[::2].encode()) % 40]
+        seed, rows, faults = body.get("seed"), [], self.faults
+        output = [sum(text.encode()) % 40, sum(text[::2].encode()) % 40]
         if seed is None or ("seed" in self.faults and self.running > 4):
             seed = int(self._unseeded.integers(2**31))
-        rng = np.random.default_rng([seed, index])
+        rng, is_greedy = random.Random(f"{seed} {index}"), body.get("temperature", 1.0) == 0
+        counted = body.get("presence_penalty") or body.get("frequency_penalty")
+        fields = json.dumps({name: body[name] for name in SAMPLING if name in body})
         for position in range(body.get("max_tokens", 16)):
-            logits = logits_of(context + output)
-            if "batch" in self.faults and self.running > 4 and position == 9:
-                logits = logits[::-1].copy()
-            chances = filtered(logits, body, output)
-            if body.get("temperature", 1.0) == 0:
-                token = int(np.argmax(chances))
+            before, last = output[-2:]
+            if "batch" in faults and self.running > 4 and position == 9:
+                before, last = last, before
+            if counted:
+                chances = filtered(logits_of(before, last), body, output[2:])
+                best, sums = int(np.argmax(chances)), np.cumsum(chances).tolist()
             else:
-                token = min(int(np.searchsorted(np.cumsum(chances), rng.random())), SECOND)
-                if "biased drafts" in self.faults and rng.random() < 0.01:
-                    token = int(np.argmax(chances))
-            shown = logits - np.log(np.exp(logits).sum())
-            if "logprobs of the neighbour" in self.faults and self.running > 4:
-                shown = np.roll(shown, 1)
+                best, sums = _cumulated(before, last, fields)
+            token = best if is_greedy else min(bisect_right(sums, rng.random()), SECOND)
+            if "biased drafts" in faults and not is_greedy and rng.random() < 0.01:
+                token = best
             output.append(token)
-            rows.append(shown)
+            is_shifted = "logprobs of the neighbour" in faults and self.running > 4
+            rows.append(_logprob(before, last, token, body.get("logprobs") or 0, is_shifted))
             await asyncio.sleep(STEP_S if self.running < 4 else 0)
-        return output, [_logprob(row, token, body) for row, token in zip(rows, output, strict=True)]
+        return output[2:], rows
 
     def _cut(self, body: dict[str, Any], ids: list[int]) -> tuple[list[str], str]:
         """Return the texts of the events, up to a stop string."""
@@ -243,11 +266,13 @@ def _example(schema: dict[str, Any]) -> Any:
     return examples[schema["type"]]
 
 
-def _logprob(row: np.ndarray, token: int, body: dict[str, Any]) -> tuple[str, float, Any]:
-    names = [each.decode("utf-8", "replace") for each in VOCABULARY]
-    best = np.argsort(-row, kind="stable")[: body.get("logprobs") or 0]
-    tops = {names[each]: float(row[each]) for each in best}
-    return names[token], float(row[token]), tops | {names[token]: float(row[token])}
+@cache
+def _logprob(
+    before: int, last: int, token: int, tops: int, is_shifted: bool
+) -> tuple[str, float, dict[str, float]]:
+    row = np.roll(logprobs_of(before, last), is_shifted).tolist()
+    best = sorted(range(len(row)), key=lambda token: -row[token])[:tops]
+    return NAMES[token], row[token], {NAMES[i]: row[i] for i in (*best, token)}
 
 
 def _fields(body: dict[str, Any], text: str, reasoning: str = "") -> dict[str, Any]:
@@ -284,7 +309,7 @@ def _events(body: dict[str, Any], index: int, reply: dict[str, Any]) -> Iterator
 
 
 def _chunk(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
-    data = f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+    data = b"data: %s\n\n" % msgspec.json.encode(event)
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 

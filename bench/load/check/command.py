@@ -7,6 +7,7 @@ import html
 import json
 import os
 import sys
+import time
 from importlib import resources
 from pathlib import Path
 
@@ -26,9 +27,15 @@ from cbatch.core.request.errors import FieldError
 ROOMS = (equality, distribution, structure, accounting, behaviour)
 CHECKS: dict[str, Check] = {each.name: each for room in ROOMS for each in room.CHECKS}
 FAILED_CHECK = 1  # exit status if something was found
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>{style}</style><header><h1>{title}</h1><p id="subtitle">{note}</p></header>
-<main class="card"><table>{rows}</table></main></html>
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>{style}
+td, th {{ text-align: left; vertical-align: top; }}
+td:nth-child(n + 4) {{ white-space: pre-line; }}
+.found td:nth-child(2) {{ color: var(--run1); font-weight: 600; }} .not td {{ color: var(--soft); }}
+</style><header><h1>{title}</h1><p id="subtitle">{note}</p></header>
+<main id="figures" class="card"><table><thead><tr><th>check<th>state<th>trials<th>what<th>seen
+</thead>{rows}</table></main></html>
 """
 NOTE = """\
 A check that passed saw no deviation in its trials; it proves nothing about other requests. A near
@@ -76,27 +83,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace) -> list[Result]:
-    checks = [CHECKS[name] for name in args.only or CHECKS]
+    # The check with the largest share comes last: it gets what the others left.
+    checks = sorted((CHECKS[name] for name in args.only or CHECKS), key=lambda check: check.share)
     key, urls = args.api_key or os.environ.get("CBATCH_API_KEY"), [args.url, args.against]
     clients = [HttpClient(Endpoint.of(u), key=key, timeout_s=args.timeout) for u in urls if u]
-    servers = [TestedServer(each, key, args.model or await find_model(each)) for each in clients]
-    seconds, results = args.minutes * 60 / sum(each.share for each in checks), []
-    for at, check in enumerate(checks, 1):
-        print(f"{at}/{len(checks)} {check.name}", file=sys.stderr, flush=True)
-        for server in servers:
-            await server.rest()
-        results.append(
-            await run_check(
-                check,
-                servers[0],
-                servers[1] if len(servers) > 1 else None,
-                seed=args.seed,
-                seconds=seconds * check.share,
-            )
-        )
+    servers = [TestedServer(c, args.model or await find_model(c)) for c in clients]
+    end_s, results = time.monotonic() + 60 * args.minutes, []
+    for at, check in enumerate(checks):
+        print(f"{at + 1}/{len(checks)} {check.name}", file=sys.stderr, flush=True)
+        share = check.share / sum(each.share for each in checks[at:])
+        seconds = (end_s - time.monotonic()) * share
+        results.append(await run_check(check, servers, seed=args.seed, seconds=seconds))
     for client in clients:
         client.close()
     return results
+
+
+def _evidence(result: Result) -> list[str]:
+    return [f"{f.problem} (again: --only {result.name} --seed {f.seed})" for f in result.findings]
 
 
 def _print(args: argparse.Namespace, results: list[Result]) -> None:
@@ -107,23 +111,19 @@ def _print(args: argparse.Namespace, results: list[Result]) -> None:
         table.add_row(result.name, result.state, str(result.trials), result.what, result.seen[:80])
     console.print(table)
     for result in results:
-        for finding in result.findings:
-            console.print(f"{result.name}: {finding.problem}", markup=False)
-            console.print(f"    again: --only {result.name} --seed {finding.seed}", markup=False)
-            if finding.request is not None:
-                console.print(f"    request: {json.dumps(finding.request)[:400]}", markup=False)
+        for finding, evidence in zip(result.findings, _evidence(result), strict=True):
+            request = json.dumps(finding.request)[:400]
+            lines = f"{result.name}: {evidence}\n    request: {request}"
+            console.print(lines if finding.request else lines.partition("\n")[0], markup=False)
 
 
 def _page(url: str, results: list[Result]) -> str:
     """Return an HTML page with the results and their evidence."""
-    rows = []
+    rows = ""
     for result in results:
-        evidence = [f"{f.problem} (--only {result.name} --seed {f.seed})" for f in result.findings]
-        cells = (result.name, result.state, result.what, "\n".join([result.seen, *evidence]))
-        rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+        seen = "\n".join([result.seen, *_evidence(result)])
+        cells = map(html.escape, (result.name, result.state, str(result.trials), result.what, seen))
+        rows += f"<tr class={result.state.split()[0]}><td>" + "<td>".join(cells)
     style = resources.files("sim.report.page").joinpath("page.css").read_text(encoding="utf-8")
-    style += "td { padding: 0.3rem 0.8rem; vertical-align: top; white-space: pre-wrap; }"
     title = html.escape(f"Checks of {url}")
-    return PAGE.format(
-        title=title, style=style, note=html.escape(NOTE), rows="<tr>".join(["", *rows])
-    )
+    return PAGE.format(title=title, style=style, note=html.escape(NOTE), rows=rows)

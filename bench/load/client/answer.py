@@ -12,6 +12,7 @@ line at the end, null or missing members, null instead of an event, usage in any
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -41,6 +42,8 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: Any = None
     usage: Any = None
     error: Any = None
+    index: Any = 0
+    logprobs: Any = None
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -57,12 +60,19 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 class AnswerReader:
     """Fills `call` and `tally` from a response. With `keep_text` the output is in `text`, for the
-    next turn of a conversation."""
+    next turn of a conversation. `on_chunk` gets each decoded chunk and its time."""
 
     def __init__(
-        self, call: TimedCall, tally: LiveTally, *, streamed: bool, keep_text: bool = False
+        self,
+        call: TimedCall,
+        tally: LiveTally,
+        *,
+        streamed: bool,
+        keep_text: bool = False,
+        on_chunk: Callable[[Any, float], None] | None = None,
     ) -> None:
         self._call, self._tally, self._streamed = call, tally, streamed
+        self._on_chunk = on_chunk
         self._texts: list[str] | None = [] if keep_text else None
         self._buffer = b""  # the last, incomplete line of a stream, or the body so far
         self._unread_bytes = 0  # bytes since the last event
@@ -187,6 +197,8 @@ class AnswerReader:
         """Count the tokens of a chunk. Raises `CallError` if the chunk is an error."""
         self._unread_bytes = 0
         self._raise_error(answer)
+        if self._on_chunk is not None:
+            self._on_chunk(answer, now_s)
         expects_more = self._all_have_usage and not self._finished
         choices, usage, call = answer.choices or (), answer.usage, self._call
         outputs = []

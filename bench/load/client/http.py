@@ -305,9 +305,12 @@ class HttpClient:
         self._idle: deque[Connection] = deque()
         self._tls = ssl.create_default_context() if endpoint.tls else None
 
+    def message(self, method: str, path: str, body: bytes) -> bytes:
+        return self.endpoint.message(method, path, body, self._key)
+
     async def call(self, method: str, path: str, body: bytes, reader: Any) -> None:
         """Send a request and pass the response to `reader` as it arrives. Raises `CallError`."""
-        message = self.endpoint.message(method, path, body, self._key)
+        message = self.message(method, path, body)
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = self._take_idle()
