@@ -13,6 +13,7 @@ from cbatch.runtime.model.gguf_file import TYPES
 
 BYTES = {each.name: each.bytes for each in TYPES.values()}
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES |= {"MXFP4": ()}
 
 
 def blocks(name: str, count: int) -> NDArray[np.uint8]:
@@ -25,6 +26,8 @@ def blocks(name: str, count: int) -> NDArray[np.uint8]:
     for at in HALVES.get(name, (0,)) if plain is None else ():
         scales = np.linspace(-0.9, 1.1, count).astype("<f2").view(np.uint8)
         raw[:, at : at + 2] = scales.reshape(count, 2)
+    if name == "MXFP4":  # ordinary powers, after some so small that the scale is subnormal
+        raw[:, 0] = np.where(np.arange(count) < 4, raw[:, 0] & 1, 100 + raw[:, 0] % 28)
     for at in plain or ():
         raw[:, at + 3] &= 0xBF  # no NaN
     if name in ("F16", "BF16"):

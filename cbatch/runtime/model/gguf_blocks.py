@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _VALUES_PER_STEP = 1 << 22  # so that fp32 intermediates are small compared with a tensor
+_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
 _IQ4 = torch.tensor(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
 )
@@ -83,6 +84,12 @@ def _q5_1(b: Tensor) -> Tensor:
     return _half(b, 0) * q + _half(b, 2)
 
 
+def _mxfp4(b: Tensor) -> Tensor:
+    # The scale of the doubled values is 2^(e - 128), which is subnormal for small e.
+    scales = torch.exp2(b[:, :1].double() - 128).float()
+    return scales * _FP4[_nibbles(b[:, 1:]).int()]
+
+
 def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and offsets of 8 sub-blocks, fp32 [count, 8, 1]. They have 6 bits each, in 12
     bytes; the bytes of the first four have the upper two bits of the last four."""
@@ -142,4 +149,5 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
