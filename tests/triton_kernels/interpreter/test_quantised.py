@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.gpu.decoder import Decoder, QuantisedDense
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.products import QuantisedDense
 from cbatch.runtime.model.gguf_file import GgufTensor
 from tests.runtime.blocks import stored, stored_matrix
 from tests.runtime.engines import NoisyWeights, tiny_config
