@@ -19,7 +19,7 @@ NUM_WARPS = 4
 
 
 @jit
-def _activate(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
     if KIND == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif KIND == "gelu_tanh":
@@ -42,7 +42,7 @@ def activation_kernel(
     inside = at < width
     x_ptr = rows_ptr + row * stride + at
     x = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
-    y = _activate(x, KIND)
+    y = activated(x, KIND)
     if GATED:
         y *= tl.load(x_ptr + width, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + at, y.to(out_ptr.dtype.element_ty), mask=inside)

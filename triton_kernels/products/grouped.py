@@ -18,10 +18,10 @@ from torch import Tensor
 
 from triton_kernels.build.check import check_tensor
 from triton_kernels.build.jit import jit
+from triton_kernels.layers.activation import activate_reference, activated
 from triton_kernels.products.dense import dense_sum
 from triton_kernels.products.quantised import Packed, dequantise, num_stages, quantised_sum
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared", "clamped")
 _NAN = tl.constexpr(tl.PropagateNan.ALL)
 _SORT_BLOCK = 1024
 _COMBINE_BLOCK = 1024
@@ -198,18 +198,13 @@ def sort_pairs(chosen: Tensor, num_experts: int, tile_rows: int) -> SortedPairs:
 
 
 @jit
-def _activated(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        y = gate / (1.0 + tl.exp(-gate)) * up
-    elif ACTIVATION == "relu_squared":
-        y = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0) * up
-    elif ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh(x)) = sigmoid(2 x)
-        inner = (gate * gate * gate * 0.044715 + gate) * 1.5957691216057308
-        y = gate / (1.0 + tl.exp(tl.minimum(-inner, 80.0))) * up
-    else:
+def _gated(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped":
         gate = tl.minimum(gate, limit, propagate_nan=_NAN)
         up = tl.clamp(up, -limit, limit, propagate_nan=_NAN)
         y = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        y = activated(gate, ACTIVATION) * up
     return y
 
 
@@ -251,7 +246,7 @@ def grouped_kernel(
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_valid[:, None] & out_valid)
     else:
         gate, up = tl.split(tl.reshape(acc, [ROWS, OUTS // 2, 2]))
-        acc = _activated(gate, up, limit, alpha, ACTIVATION)
+        acc = _gated(gate, up, limit, alpha, ACTIVATION)
         outs = first // 2 + tl.arange(0, OUTS // 2)
         out_at = out_ptr + pairs[:, None] * stride_out + outs[None, :]
         valid = row_valid[:, None] & (outs < num_outs // 2)[None, :]
@@ -320,17 +315,21 @@ def combine_kernel(
     tl.store(out_ptr + row * width + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def combine(results: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
-    """Return the weighted sums [T, n] of `results` [T * choices, n], in fp32 and rounded once.
-    `weights` and `shared` [T, n] are those of `route` with a shared expert. Raises ValueError
-    naming the argument that does not fit."""
+def combine(
+    results: Tensor, weights: Tensor, shared: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Return the weighted sums [T, n] of `results` [T * choices, n], in fp32 and rounded once; in
+    `out` if given. `weights` are those of `route`, with a shared expert if `shared` [T, n] is
+    given. Raises ValueError naming the argument that does not fit."""
     rows, width = len(weights), results.shape[1]
     choices = weights.shape[1] - (shared is not None)
     check_tensor("weights", weights, torch.float32, (rows, None))
     check_tensor("results", results, results.dtype, (rows * choices, width))
     if shared is not None:
         check_tensor("shared", shared, results.dtype, (rows, width))
-    out = torch.empty(rows, width, dtype=results.dtype, device=results.device)
+    if out is None:
+        out = torch.empty(rows, width, dtype=results.dtype, device=results.device)
+    check_tensor("out", out, results.dtype, (rows, width))
     if rows:
         combine_kernel[(rows, triton.cdiv(width, _COMBINE_BLOCK))](
             results, weights, shared, out, width, CHOICES=choices, BLOCK=_COMBINE_BLOCK,
@@ -340,19 +339,6 @@ def combine(results: Tensor, weights: Tensor, shared: Tensor | None = None) -> T
 
 
 # --- reference ------------------------------------------------------------------------------------
-
-
-def activated_reference(gate: Tensor, up: Tensor, how: Gate) -> Tensor:
-    """Compute a `Gate` in plain torch."""
-    if how.activation == "clamped":
-        gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit)
-        return gate * torch.sigmoid(how.alpha * gate) * (up + 1)
-    functions = {
-        "silu": torch.nn.functional.silu,
-        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "relu_squared": lambda x: x.relu().square(),
-    }
-    return functions[how.activation](gate) * up
 
 
 def grouped_reference(
@@ -367,4 +353,10 @@ def grouped_reference(
     y = torch.einsum("pk,pnk->pn", rows, wide[experts])
     if bias is not None:
         y += bias.view(num_experts, -1)[experts]
-    return (y if gate is None else activated_reference(y[:, ::2], y[:, 1::2], gate)).to(x.dtype)
+    if gate is None:
+        return y.to(x.dtype)
+    first, up = y[:, ::2], y[:, 1::2]
+    if gate.activation == "clamped":
+        first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+        return (first * torch.sigmoid(gate.alpha * first) * (up + 1)).to(x.dtype)
+    return activate_reference(torch.cat([first, up], 1).float(), gate.activation).to(x.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.device import current
 from cbatch.runtime.gpu.layers import FlatTokens, LayerPass, lower, why_not_lowered
-from cbatch.runtime.gpu.products import ProductBuilder, weight_of
+from cbatch.runtime.gpu.products import ProductBuilder
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, UnsupportedModelError
 from cbatch.runtime.model.rope import RotaryTable
@@ -77,7 +77,7 @@ class Decoder:
 
     def _matrix_bytes(self) -> int | None:
         """Return the bytes of all matrices; None if no matrix is quantised."""
-        weights = [weight_of(product) for product in self._products()]
+        weights = [weight for product in self._products() for weight in product.weights]
         if not any(isinstance(weight, Packed) for weight in weights):
             return None
         sizes = {id(w): w.num_bytes if isinstance(w, Packed) else w.nbytes for w in weights}
@@ -87,10 +87,12 @@ class Decoder:
         """Test a linear layer of each shape for batch invariance. Waits for the device."""
         if self.numerics != "invariant":
             return False
-        shapes = {(type(p), tuple(weight_of(p).shape)): p for p in self._products()}
+        shapes = {
+            (type(p), *(tuple(weight.shape) for weight in p.weights)): p for p in self._products()
+        }
         generator = torch.Generator().manual_seed(1)
         with torch.inference_mode(), current(self.device):
-            for (_, (_, columns)), product in shapes.items():
+            for (_, (_, columns), *_), product in shapes.items():
                 x = torch.randn(_INVARIANCE_TEST_ROWS, columns, generator=generator)
                 if not keeps_bits(product, x.to(self.dtype).to(self.device)):
                     return False

@@ -17,7 +17,7 @@ from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import Decoder, Hidden
 from cbatch.runtime.gpu.layers import FlatTokens, LayerPass, lower
 from cbatch.runtime.gpu.modelling import lay_out
-from cbatch.runtime.gpu.products import ProductBuilder, weight_of
+from cbatch.runtime.gpu.products import ProductBuilder
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
@@ -94,7 +94,7 @@ class GpuEagleHead(GpuHead):
             self._embedding = own.embedding(target)
             self._rotary = RotaryTable(c.attention.rope, c.attention.key_dim, self.device)
         products = [*self._layer.products(), self._lm_head, self._fc, self._input_layer]
-        self.matrix_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
+        self.matrix_bytes = sum(each.weight.nbytes for each in products if each is not None)
 
     def cos_sin(self, max_tokens: int) -> list[Tensor]:
         return [self._rotary.cos_sin(max_tokens)]
@@ -181,7 +181,7 @@ class GpuMedusaHead(GpuHead):
             self._blocks = [own.blocks(i) for i in range(head.num_heads)]
             self._heads: list[Any] = own.heads(vocabulary, target_head)
         products = [*self._heads, *(linear for each in self._blocks for linear in each)]
-        self.matrix_bytes = sum(weight_of(each).nbytes for each in products)
+        self.matrix_bytes = sum(each.weight.nbytes for each in products)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         return norm_rows(hidden[:, 0], self._norm, self.head.eps)

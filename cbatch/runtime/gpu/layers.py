@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
+from cbatch.runtime.gpu.experts import ExpertsForward
 from cbatch.runtime.gpu.products import DeviceNorm
 from cbatch.runtime.layers import Layer
 from cbatch.runtime.model.config import ModelConfig
@@ -42,9 +43,10 @@ class LayerPass(NamedTuple):
 
 class DeviceForward(Protocol):
     """A feed-forward: maps rows [T, hidden] to new ones, or to `out`. `products` are its linear
-    layers."""
+    layers, or callables with `weights` that stand for several."""
 
-    products: tuple[Any, ...]
+    @property
+    def products(self) -> tuple[Any, ...]: ...
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor: ...
 
@@ -165,8 +167,16 @@ def lower(index: int, layer: Layer[Any]) -> DecoderLayer:
     """Return a layer by the kernels of a GPU. Raises AssertionError if `why_not_lowered` has a
     reason."""
     m, f = layer.record.mixer, layer.record.feed_forward
-    assert isinstance(f, FeedForward)
-    forward: DeviceForward = DenseForward(f, layer.gate_up, layer.down)
+    forward: DeviceForward
+    if isinstance(f, Experts):
+        gate_up, down, shared = layer.experts
+        if shared is not None:
+            dense = FeedForward(inner=f.shared * f.inner, activation=f.activation)
+            shared = DenseForward(dense, **shared)
+        forward = ExpertsForward(f, layer.gate_up, gate_up, down, shared)
+    else:
+        assert f is not None
+        forward = DenseForward(f, layer.gate_up, layer.down)
     norms = layer.qkv.norm, layer.gate_up.norm
     return DecoderLayer(layer, norms, AttentionMixer(index, m, layer), forward)
 
@@ -183,9 +193,8 @@ def _problem(layer: LayerRecord) -> str | None:
     m, f = layer.mixer, layer.feed_forward
     if m.key_dim != m.value_dim:
         return "keys and values of different widths"
-    if isinstance(f, Experts):
-        return "mixtures of experts"
-    if f is None or f.activation not in ACTIVATIONS:
+    clamped = isinstance(f, Experts) and f.activation == "clamped"
+    if f is None or (f.activation not in ACTIVATIONS and not clamped):
         return f"the activation {f and f.activation}"
     if layer.parallel and m.norm != f.norm:
         return "parallel branches with norms of their own"

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cbatch.runtime.layers import LayerBuilder
-from cbatch.runtime.model.records import Attention, Norm
+from cbatch.runtime.model.records import Attention, Experts, FeedForward, Norm
 from cbatch.runtime.model.rope import interleave_halves
 from triton_kernels.layers.norm import norm_rows
 from triton_kernels.products.dense import dense
+from triton_kernels.products.grouped import Matrices
 from triton_kernels.products.quantised import Packed, pack, quantised
 
 
@@ -44,6 +45,10 @@ class Dense(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    @property
+    def weights(self) -> tuple[Tensor | Packed, ...]:
+        return (self.weight,)
+
     def into(self, x: Tensor, out: Tensor) -> None:
         torch.mm(x, self.weight.t(), out=out)
         if self.bias is not None:
@@ -68,6 +73,10 @@ class QuantisedDense(NamedTuple):
     packed: Packed
     bias: Tensor | None
     norm: DeviceNorm | None = None
+
+    @property
+    def weights(self) -> tuple[Packed]:
+        return (self.packed,)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(len(x), self.packed.shape[0])
@@ -142,6 +151,39 @@ class ProductBuilder(LayerBuilder[Any]):
     def _shift(self, place: str, norm: Norm | None) -> None:
         """Return None: the norm itself adds its bias."""
 
+    def _moe_fields(self, mlp: str, experts: Experts, norm: Any) -> dict[str, Any]:
+        f, hidden = experts, self.config.hidden_size
+        router = self._get(f"{mlp}.gate.weight", f.count, hidden)
+        bias = self._get(f"{mlp}.gate.bias", f.count) if f.bias else None
+        shared = None
+        if f.shared:
+            gate = self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)
+            router = torch.cat([router, gate])
+            dense = FeedForward(inner=f.shared * f.inner, activation=f.activation)
+            shared = self._feed_forward(f"{mlp}.shared_expert", dense, None, None)
+        gate_up = self._matrices(f"{mlp}.experts.gate_up_proj", f, 2 * f.inner, hidden)
+        down = self._matrices(f"{mlp}.experts.down_proj", f, hidden, f.inner)
+        return {
+            "gate_up": InvariantDense(router, bias, norm),
+            "down": None,
+            "experts": (gate_up, down, shared),
+        }
 
-def weight_of(product: Dense | QuantisedDense) -> Tensor | Packed:
-    return product.packed if isinstance(product, QuantisedDense) else product.weight
+    def _matrices(self, name: str, f: Experts, outs: int, columns: int) -> Matrices:
+        """Return the matrices of all experts, the rows of gate and up in turns."""
+
+        def placed(part: Tensor) -> Tensor:
+            part = part.to(self.device)
+            if name.endswith("gate_up_proj"):
+                part = part.unflatten(0, (f.count, 2, f.inner)).transpose(1, 2).flatten(0, 2)
+            return part.contiguous()
+
+        bias = placed(self._get(f"{name}_bias", f.count, outs).view(-1)) if f.bias else None
+        stored = self._packed([name])
+        if stored is not None:
+            codes, scales, offsets = stored[0]
+            packed = Packed(
+                placed(codes), placed(scales), None if offsets is None else placed(offsets)
+            )
+            return Matrices(packed, bias)
+        return Matrices(placed(self._get(name, f.count, outs, columns).flatten(0, 1)), bias)
