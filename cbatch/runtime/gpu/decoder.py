@@ -11,10 +11,12 @@ from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.device import current
+from cbatch.runtime.gpu.experts import bytes_per_token
 from cbatch.runtime.gpu.layers import FlatTokens, LayerPass, lower, why_not_lowered
 from cbatch.runtime.gpu.products import ProductBuilder
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, UnsupportedModelError
+from cbatch.runtime.model.records import Experts
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.model.weight_files import WeightSource
 from triton_kernels.products.dense import MANY_ROWS, keeps_bits
@@ -102,8 +104,14 @@ class Decoder:
         """Return the bytes of one layer's activations for `tokens` tokens."""
         c = self.config
         projected = c.attention.row_width + c.attention.heads * c.attention.key_dim
-        width = 6 * c.hidden_size + projected + 3 * c.widest_inner
-        return tokens * width * self.dtype.itemsize
+        forward = 0
+        for f in {each.feed_forward for each in c.layers}:
+            if isinstance(f, Experts):
+                of_token = bytes_per_token(f, c.hidden_size, self.dtype.itemsize)
+            else:
+                of_token = 3 * (0 if f is None else f.inner) * self.dtype.itemsize
+            forward = max(forward, of_token)
+        return tokens * ((6 * c.hidden_size + projected) * self.dtype.itemsize + forward)
 
     def cos_sin(self, max_tokens: int) -> list[Tensor]:
         """Return each layer's rotary table of positions below `max_tokens`, for `kv_write`."""

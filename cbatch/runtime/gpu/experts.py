@@ -21,6 +21,15 @@ from triton_kernels.products.grouped import (
 )
 from triton_kernels.products.quantised import Packed
 
+# A pair's expert, weight, place, and its share of the tiles, of which it may have one to itself.
+_PAIR_BYTES = 4 * (3 + 2 * 3)
+
+
+def bytes_per_token(f: Experts, hidden: int, item_bytes: int) -> int:
+    """Return the bytes of a token's activations and scores, and of its pairs in every list."""
+    values = f.chosen * (f.inner + hidden) + 3 * f.shared * f.inner + hidden
+    return values * item_bytes + (f.count + 1) * 4 + f.chosen * _PAIR_BYTES
+
 
 class ExpertsForward:
     """A feed-forward of experts. Its kernels are batch-invariant, the router's included. `shared`

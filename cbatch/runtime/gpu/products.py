@@ -100,7 +100,7 @@ class ProductBuilder(LayerBuilder[Any]):
         parts = []
         for name in names:
             blocks = self.source.blocks(name)
-            packed = blocks and pack(blocks.type.name, torch.from_numpy(blocks.rows))
+            packed = blocks and pack(blocks.type.name, torch.from_numpy(blocks.matrix))
             if packed is None:
                 return None
             parts.append(packed)
