@@ -307,26 +307,12 @@ def attention_kernel(
         q_at = (row_ids // GROUP) * stride_q_token + (row_ids % GROUP) * HEAD_DIM
         q_base = q_ptr + row.to(tl.int64) * stride_q_token + kv_head.to(tl.int64) * stride_q_head
         q = tl.load(q_base + q_at[:, None] + dims[None, :], mask=inside, other=0.0)
+        pool = (k_pages, v_pages, kv_head, stride_page, stride_slot, stride_kv_head)
         peak, mass, acc = _attend(
-            q,
-            (k_pages, v_pages, kv_head, stride_page, stride_slot, stride_kv_head),
-            tables_ptr + sequence.to(tl.int64) * stride_table,
-            position,
-            tokens,
-            first_split,
-            stop_split,
-            scale,
-            GROUP,
-            HEAD_DIM,
-            PAGE,
-            KEYS,
-            SPLIT,
-            FOLDS,
-            FIRST,
-            WINDOW,
-            SOFT_CAP,
-            DESCRIPTORS,
-        )
+            q, pool, tables_ptr + sequence.to(tl.int64) * stride_table, position, tokens,
+            first_split, stop_split, scale, GROUP, HEAD_DIM, PAGE, KEYS, SPLIT, FOLDS, FIRST,
+            WINDOW, SOFT_CAP, DESCRIPTORS,
+        )  # fmt: skip
         to_ptr = out_ptr + row.to(tl.int64) * stride_out_token + kv_head * (GROUP * HEAD_DIM)
         head_sinks_ptr = None if sinks_ptr is None else sinks_ptr + kv_head * GROUP
         if parts > 1:

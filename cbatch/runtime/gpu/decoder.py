@@ -12,8 +12,9 @@ from torch import Tensor
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.device import current
 from cbatch.runtime.gpu.experts import bytes_per_token
-from cbatch.runtime.gpu.layers import FlatTokens, LayerPass, lower, why_not_lowered
+from cbatch.runtime.gpu.layers import FlatTokens, LayerPass, lower
 from cbatch.runtime.gpu.products import ProductBuilder
+from cbatch.runtime.gpu.support import unsupported_on_gpu
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, UnsupportedModelError
 from cbatch.runtime.model.records import Experts
@@ -189,9 +190,9 @@ def load_decoder(
     """Load a model from a directory, GGUF file or hub name; see `open_checkpoint`. Raises
     UnsupportedModelError for an architecture that the GPU decoder lacks."""
     config, source, served = open_checkpoint(path_or_name, dtype, random_weights_seed)
-    lacking = why_not_lowered(config)
+    lacking = unsupported_on_gpu(config)
     if lacking is not None:
-        problem = f"{path_or_name}: {lacking} are not supported by our own pass on a GPU"
+        problem = f"{path_or_name}: {config.family} ({lacking}) is not supported on a GPU"
         raise UnsupportedModelError(f"{problem}; use model_impl transformers, or device cpu")
     mode = "invariant" if numerics == "invariant" else "fast"
     decoder = Decoder(config, source, served, torch.device(device), mode)

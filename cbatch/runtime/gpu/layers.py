@@ -15,9 +15,8 @@ from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.experts import ExpertsForward
 from cbatch.runtime.gpu.products import DeviceNorm
 from cbatch.runtime.layers import Layer
-from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward, LayerRecord
-from triton_kernels.layers.activation import ACTIVATIONS, activate
+from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward
+from triton_kernels.layers.activation import activate
 from triton_kernels.layers.kv_write import kv_write
 
 
@@ -164,8 +163,7 @@ def _joined(branch: Branch, x: Tensor, out_norm: Any) -> Tensor:
 
 
 def lower(index: int, layer: Layer[Any]) -> DecoderLayer:
-    """Return a layer by the kernels of a GPU. Raises AssertionError if `why_not_lowered` has a
-    reason."""
+    """Return a layer by the kernels of a GPU. It must be supported; see `unsupported_on_gpu`."""
     m, f = layer.record.mixer, layer.record.feed_forward
     forward: DeviceForward
     if isinstance(f, Experts):
@@ -179,23 +177,3 @@ def lower(index: int, layer: Layer[Any]) -> DecoderLayer:
         forward = DenseForward(f, layer.gate_up, layer.down)
     norms = layer.qkv.norm, layer.gate_up.norm
     return DecoderLayer(layer, norms, AttentionMixer(index, m, layer), forward)
-
-
-def why_not_lowered(config: ModelConfig) -> str | None:
-    """Return what a GPU cannot compute of a model's records, or None."""
-    shapes = {(m.kv_heads, m.group, m.key_dim) for m in (each.mixer for each in config.layers)}
-    if len(shapes) > 1:
-        return "layers with heads of different shapes"
-    return next(filter(None, map(_problem, config.layers)), None)
-
-
-def _problem(layer: LayerRecord) -> str | None:
-    m, f = layer.mixer, layer.feed_forward
-    if m.key_dim != m.value_dim:
-        return "keys and values of different widths"
-    clamped = isinstance(f, Experts) and f.activation == "clamped"
-    if f is None or (f.activation not in ACTIVATIONS and not clamped):
-        return f"the activation {f and f.activation}"
-    if layer.parallel and m.norm != f.norm:
-        return "parallel branches with norms of their own"
-    return None
