@@ -18,6 +18,8 @@ from tests.triton_kernels.driver import META, TARGETS, recording
 from triton_kernels.noise import device as noise_device
 
 EVERY_KERNEL = SIZES[4]  # our products, weights in blocks, keys in fp8, a draft
+EVERY_OPTION = SIZES[-1]  # of a layer's records
+LAYER_KERNELS = {"norm", "activation", "whole_norm", "kv_write", "attention"}
 
 
 @triton.jit
@@ -56,9 +58,12 @@ def wide_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kernel_of_a_start_passes() -> None:
     kernels = {each.name: each for each in recorded_cases("sm_90", [EVERY_KERNEL])}
     assert len(kernels) > 20
-    assert {name: check(each).faults() for name, each in kernels.items()} == dict.fromkeys(
-        kernels, []
-    )
+    layers = [e for e in recorded_cases("sm_90", [EVERY_OPTION]) if e.name in LAYER_KERNELS]
+    assert {each.name for each in layers} == LAYER_KERNELS
+    faults = [
+        (each.name, each.config, check(each).faults()) for each in [*kernels.values(), *layers]
+    ]
+    assert [each for each in faults if each[2]] == []
 
 
 def test_faults_of_a_product_are_seen() -> None:
