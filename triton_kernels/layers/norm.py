@@ -25,8 +25,6 @@ def norm_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < width
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if EARLY:
         gdc_wait()
     x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -41,8 +39,8 @@ def norm_kernel(
         x = tl.where(inside, x - tl.sum(x, axis=0) / width, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
     y = x * scale * weight
-    if bias_ptr is not None:
-        y += bias
+    if bias_ptr is not None:  # it is not read early: that takes too many registers
+        y += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -60,8 +58,8 @@ def norm_rows(
     `residual` [T, n], x is first added to it in place, and the norm is of the sum.
 
     Tensors may be fp32, bf16 or fp16, independently. The result is rounded once, from fp32 to the
-    type of `x`. Rows may be strided, elements must be adjacent. `early` (see `build.hopper`):
-    weight and bias are read early. Raises ValueError naming the argument that does not fit."""
+    type of `x`. Rows may be strided, elements must be adjacent. `early` (see `build.hopper`): the
+    weight is read early. Raises ValueError naming the argument that does not fit."""
     _check(x, weight, residual, bias)
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""RMSNorm and the gated activation compared with their references."""
+"""Norms and activations compared with their references."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_kernels.layers.activation import activate, activate_reference
+from triton_kernels.layers.activation import ACTIVATIONS, activate, activate_reference
 from triton_kernels.layers.norm import norm_rows, norm_rows_reference
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -37,6 +37,17 @@ def test_norm_gives_the_reference_within_an_ulp(dtype: torch.dtype, width: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_gives_the_reference_within_an_ulp(dtype: torch.dtype) -> None:
+    """The mean is far from 0, and elements beyond the width do not count."""
+    x, (weight, bias) = spaced(3, 72, dtype, 6) + 3, torch.randn(2, 72)
+    y = norm_rows(x, weight, 1e-5, bias=bias, centred=True)
+    expected = norm_rows_reference(x, weight, 1e-5, bias=bias, centred=True)
+    torch.testing.assert_close(y, expected, rtol=ulp(dtype) * 2, atol=4e-6)
+    library = torch.nn.functional.layer_norm(x.float(), (72,), weight, bias, 1e-5)
+    torch.testing.assert_close(y.float(), library, rtol=ulp(dtype) * 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_kept_of_an_addition_is_what_is_normed(dtype: torch.dtype) -> None:
     x, weight = spaced(4, 96, dtype, 2), torch.ones(96, dtype=dtype)
     residual = spaced(4, 96, dtype, 3)
@@ -48,14 +59,14 @@ def test_what_is_kept_of_an_addition_is_what_is_normed(dtype: torch.dtype) -> No
     assert torch.equal(y, norm_rows(residual, weight, 1e-5))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_activation_gives_the_reference_within_an_ulp(dtype: torch.dtype) -> None:
-    gate_up = spaced(3, 2 * 1300, dtype, 4) * 3
-    y, expected = activate(gate_up), activate_reference(gate_up)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind, dtype", [*zip(ACTIVATIONS, DTYPES, strict=True)])
+def test_activation_gives_the_reference_within_an_ulp(
+    kind: str, dtype: torch.dtype, gated: bool
+) -> None:
+    rows = spaced(2, 2 * 1300, dtype, 4) * 3
+    y, expected = activate(rows, kind, gated=gated), activate_reference(rows, kind, gated=gated)
     torch.testing.assert_close(y, expected, rtol=ulp(dtype) * 2, atol=1e-6)
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    library = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(y.float(), library, rtol=ulp(dtype) * 2, atol=1e-5)
 
 
 def test_rows_do_not_see_each_other() -> None:
@@ -70,6 +81,10 @@ def test_shapes_are_checked_by_name() -> None:
         norm_rows(x, torch.ones(7), 1e-6)
     with pytest.raises(ValueError, match="residual"):
         norm_rows(x, torch.ones(8), 1e-6, torch.ones(3, 8))
+    with pytest.raises(ValueError, match="bias"):
+        norm_rows(x, torch.ones(8), 1e-6, bias=torch.ones(7))
+    with pytest.raises(ValueError, match="kind: 'tanh'"):
+        activate(x, "tanh")
     with pytest.raises(ValueError, match="x: "):
         norm_rows(x.double(), torch.ones(8), 1e-6)
     for bad in (torch.ones(2, 7), torch.ones(8, 2).t(), x.double()):
