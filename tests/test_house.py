@@ -46,7 +46,8 @@ LAYERS = {
     "triton_kernels": (
         "slots",
         "verification",
-        "attention layers products sampling",
+        "attention products sampling",
+        "layers",
         "noise",
         "build",
     ),

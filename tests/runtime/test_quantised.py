@@ -181,6 +181,8 @@ def test_a_family_that_differs_by_flags_may_be_quantised(family: str, tmp_path: 
             stacked = f"model.layers.1.mlp.experts.{name}_proj"
             blocks, values = weights.blocks(stacked), weights.get(stacked, (f.count, *shape))
             assert blocks is not None and torch.equal(blocks.dequantised(torch.float32), values)
+        types = {part.block_types for part in load_model(folder).layers[1].experts.products}
+        assert types == ({("Q4_0",)} if not f.shared else {()})
 
 
 def with_mxfp4(folder: Path, **changes: Any) -> dict[str, Tensor]:

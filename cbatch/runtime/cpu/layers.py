@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
         stored = [self.source.blocks(name) for name in names] if self.compiled else []
-        blocks = [Blocks(b.type.name, b.shape[1], b.rows) for b in stored if b is not None]
+        blocks = [Blocks(b.type.name, b.shape[-1], b.matrix) for b in stored if b is not None]
         return blocks if len(blocks) == len(names) and all(map(compiles_blocks, blocks)) else None
 
     def _as_stored(
@@ -64,7 +65,14 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         count, hidden, inner = experts.count, self.config.hidden_size, experts.inner
         biased = experts.bias
         shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
-        parts = [[*self._get(f"{mlp}.experts.{n}", count, *shape)] for n, shape in shapes.items()]
+        parts: list[list[Any]] = []
+        for name, shape in shapes.items():  # as stored, unless shared experts have another form
+            stored = None if experts.shared else self._blocks([f"{mlp}.experts.{name}"])
+            if stored is None:
+                parts.append([*self._get(f"{mlp}.experts.{name}", count, *shape)])
+            else:
+                rows = np.split(stored[0].rows, count)
+                parts.append([stored[0]._replace(rows=each) for each in rows])
         biases = [
             self._get(f"{mlp}.experts.{n}_bias", count, shape[0]) if biased else None
             for n, shape in shapes.items()
