@@ -56,7 +56,7 @@ class Matrices(NamedTuple):
         return self.weight.num_bytes if isinstance(self.weight, Packed) else self.weight.nbytes
 
 
-class Gate(NamedTuple):
+class ExpertGate(NamedTuple):
     """An activation of (gate, up). `clamped`, gpt-oss's, uses `limit` and `alpha`."""
 
     activation: str
@@ -259,7 +259,7 @@ def grouped(
     pairs: SortedPairs,
     num_experts: int,
     tile: GroupedTile,
-    gate: Gate | None = None,
+    gate: ExpertGate | None = None,
 ) -> Tensor:
     """Return x @ weight.T + bias for each pair, with the weight of its expert: [pairs, outs], or
     with `gate` the activations of these [pairs, outs / 2]. Sums are fp32 and rounded once, to the
@@ -342,7 +342,7 @@ def combine(
 
 
 def grouped_reference(
-    x: Tensor, matrices: Matrices, chosen: Tensor, num_experts: int, gate: Gate | None = None
+    x: Tensor, matrices: Matrices, chosen: Tensor, num_experts: int, gate: ExpertGate | None = None
 ) -> Tensor:
     """Compute `grouped` in plain torch, pair by pair, for the rows of `chosen` [T, choices]."""
     weight, bias = matrices

@@ -11,7 +11,7 @@ from cbatch.runtime.gpu.products import InvariantDense
 from cbatch.runtime.model.records import Experts
 from triton_kernels.products.dense import dense
 from triton_kernels.products.grouped import (
-    Gate,
+    ExpertGate,
     GroupedTile,
     Matrices,
     combine,
@@ -46,7 +46,7 @@ class ExpertsForward:
         self._record, self._router, self._shared = record, router, shared
         self._gate_up, self._down = gate_up, down
         self._tiles = [GroupedTile.of(router.weight.dtype, each.weight) for each in (gate_up, down)]
-        self._gate = Gate(record.activation, record.limit, record.alpha)
+        self._gate = ExpertGate(record.activation, record.limit, record.alpha)
 
     @property
     def products(self) -> tuple[Any, ...]:

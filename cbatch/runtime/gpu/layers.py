@@ -42,7 +42,7 @@ class LayerPass(NamedTuple):
 
 class DeviceForward(Protocol):
     """A feed-forward: maps rows [T, hidden] to new ones, or to `out`. `products` are its linear
-    layers, or callables with `weights` that stand for several."""
+    layers, or callables whose `weights` are those of several."""
 
     @property
     def products(self) -> tuple[Any, ...]: ...

@@ -270,11 +270,11 @@ def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     """Return the checkpoint's names of matrices, or of stacked experts, and our shapes."""
     hidden, m, family = c.hidden_size, c.attention, family_named(c.family)
     q, kv = m.heads * m.key_dim, m.kv_heads * m.key_dim
-    found: list[tuple[str, tuple[int, ...]]] = [("lm_head.weight", (c.vocab_size, hidden))]
+    matrices: list[tuple[str, tuple[int, ...]]] = [("lm_head.weight", (c.vocab_size, hidden))]
 
     def add(place: str, **shapes: tuple[int, int]) -> None:
         for name, shape in shapes.items():
-            found.append((f"{stored_name(family, f'{place}.{name}_proj')}.weight", shape))
+            matrices.append((f"{stored_name(family, f'{place}.{name}_proj')}.weight", shape))
 
     def add_forward(place: str, inner: int) -> None:
         add(place, gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
@@ -290,6 +290,6 @@ def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
             add_forward(f"{experts}.{expert}", f.inner)
         if f.shared:
             add_forward(f"{name}.mlp.shared_expert", f.shared * f.inner)
-        found.append((f"{name}.mlp.experts.gate_up_proj", (f.count, 2 * f.inner, hidden)))
-        found.append((f"{name}.mlp.experts.down_proj", (f.count, hidden, f.inner)))
-    return found
+        matrices.append((f"{name}.mlp.experts.gate_up_proj", (f.count, 2 * f.inner, hidden)))
+        matrices.append((f"{name}.mlp.experts.down_proj", (f.count, hidden, f.inner)))
+    return matrices

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.triton_kernels.interpreter.test_quantised import packed
 from triton_kernels.products.dense import keeps_bits
 from triton_kernels.products.grouped import (
-    Gate,
+    ExpertGate,
     GroupedTile,
     Matrices,
     combine,
@@ -77,18 +77,18 @@ BF16, FP32 = torch.bfloat16, torch.float32
     ("kind", "dtype", "outs", "columns", "gate"),
     [
         ("dense", FP32, 70, 96, None),
-        ("dense", FP32, 70, 40, Gate("silu")),
-        ("dense", BF16, 140, 72, Gate("gelu_tanh")),
-        ("dense", BF16, 64, 64, Gate("clamped", 0.7, 1.702)),
-        ("Q4_0", BF16, 70, 128, Gate("relu_squared")),
+        ("dense", FP32, 70, 40, ExpertGate("silu")),
+        ("dense", BF16, 140, 72, ExpertGate("gelu_tanh")),
+        ("dense", BF16, 64, 64, ExpertGate("clamped", 0.7, 1.702)),
+        ("Q4_0", BF16, 70, 128, ExpertGate("relu_squared")),
         ("Q4_1", FP32, 70, 64, None),
-        ("Q8_0", BF16, 40, 128, Gate("silu")),
-        ("MXFP4", BF16, 70, 128, Gate("clamped", 0.7, 1.702)),
+        ("Q8_0", BF16, 40, 128, ExpertGate("silu")),
+        ("MXFP4", BF16, 70, 128, ExpertGate("clamped", 0.7, 1.702)),
         ("MXFP4", FP32, 40, 64, None),
     ],
 )
 def test_products_are_those_of_torch(
-    kind: str, dtype: torch.dtype, outs: int, columns: int, gate: Gate | None
+    kind: str, dtype: torch.dtype, outs: int, columns: int, gate: ExpertGate | None
 ) -> None:
     """With a gate, the rows of x are those of tokens; without, of pairs."""
     weight = matrices(kind, outs, columns, gate is not None, dtype)
@@ -114,7 +114,7 @@ def test_rows_keep_their_bits(kind: str) -> None:
         scores = (x.float()[:, :, None] * router).sum(1)
         chosen, weights = route(scores, CHOICES, normalized=False)
         pairs = sort_pairs(chosen, EXPERTS, tile.rows)
-        inner = grouped(x, gate_up, pairs, EXPERTS, tile, Gate("silu"))
+        inner = grouped(x, gate_up, pairs, EXPERTS, tile, ExpertGate("silu"))
         return combine(grouped(inner, down, pairs, EXPERTS, tile), weights)
 
     assert keeps_bits(product, noise(70, 64).to(BF16))
