@@ -119,7 +119,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 
 
 def with_every_option(config: ModelConfig) -> ModelConfig:
-    """Return the config with what the records of dense layers can say besides."""
+    """Return the config with all that the records of dense layers can say."""
     assert config.norm is not None
     norm = structs.replace(config.norm, centred=True, has_bias=True)
     config = config.with_mixers(

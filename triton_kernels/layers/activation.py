@@ -24,7 +24,8 @@ def activated(x, KIND: tl.constexpr):
         y = x / (1.0 + tl.exp(-x))
     elif KIND == "gelu_tanh":
         # x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3)
-        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        doubled = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        y = x / (1.0 + tl.exp(tl.minimum(-doubled, 80.0)))  # the limit keeps exp finite
     else:
         y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     return y

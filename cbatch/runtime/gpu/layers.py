@@ -32,7 +32,7 @@ class FlatTokens(NamedTuple):
 
 
 class LayerPass(NamedTuple):
-    """What the layers of one pass share. `attention` is planned for the tokens, `tables` has the
+    """Inputs that all layers of a pass share. `attention` is planned for the tokens, `tables` has the
     rotary table of each layer."""
 
     flat: FlatTokens

@@ -1,4 +1,4 @@
-"""What the interpreter of records on a GPU supports. This module can be imported without triton."""
+"""Records that a GPU computes. This module can be imported without triton."""
 
 from __future__ import annotations
 
