@@ -32,8 +32,8 @@ class FlatTokens(NamedTuple):
 
 
 class LayerPass(NamedTuple):
-    """Inputs that all layers of a pass share. `attention` is planned for the tokens, `tables` has the
-    rotary table of each layer."""
+    """Inputs that all layers of a pass share. `attention` is planned for the tokens, `tables` has
+    the rotary table of each layer."""
 
     flat: FlatTokens
     attention: PagedAttention
