@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.compiled.build import library
-from cbatch.runtime.compiled.product import (
-    MAX_LANES,
-    Blocks,
-    CompiledProduct,
-    LinearStruct,
-    OutputRuns,
-)
+from cbatch.runtime.compiled.product import MAX_LANES, CompiledProduct, LinearStruct
 from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.compiled.threads import num_threads
 from cbatch.runtime.model.records import Experts
@@ -78,16 +72,19 @@ class CompiledExperts:
     @classmethod
     def of(
         cls,
-        gate_up: Iterable[Tensor | Blocks],
-        down: Iterable[Tensor | Blocks],
+        gate_up: Iterable[Tensor],
+        down: Iterable[Tensor],
         gate: Gate,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> CompiledExperts:
-        """Pack each expert's weights [outputs, inputs], fp32, bf16 or blocks, and biases [experts,
+        """Pack each expert's weights [outputs, inputs], fp32 or bf16, and biases [experts,
         outputs]. Raises ValueError if there is no kernel for their type."""
         parts = [
-            [_product(each, None if bias is None else bias[i]) for i, each in enumerate(weight)]
+            [
+                CompiledProduct(each.contiguous(), None if bias is None else bias[i], None)
+                for i, each in enumerate(weight)
+            ]
             for weight, bias in ((gate_up, gate_up_bias), (down, down_bias))
         ]
         return cls(*parts, gate)
@@ -164,13 +161,6 @@ class CompiledExperts:
         if pairs < 0:
             raise IndexError(f"chosen: a number that is not one of {self.num_experts} experts")
         return pairs
-
-
-def _product(weight: Tensor | Blocks, bias: Tensor | None) -> CompiledProduct:
-    if isinstance(weight, Tensor):
-        return CompiledProduct(weight.contiguous(), bias, None)
-    rows = len(weight.rows)
-    return CompiledProduct.of_blocks([(weight, OutputRuns(rows, rows, 0))], bias, None)
 
 
 def _check(gate_up: Sequence[CompiledProduct], down: Sequence[CompiledProduct], gate: Gate) -> None:

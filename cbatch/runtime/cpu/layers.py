@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +46,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
 
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
         stored = [self.source.blocks(name) for name in names] if self.compiled else []
-        blocks = [Blocks(b.type.name, b.shape[-1], b.matrix) for b in stored if b is not None]
+        blocks = [Blocks(b.type.name, b.shape[-1], b.rows) for b in stored if b is not None]
         return blocks if len(blocks) == len(names) and all(map(compiles_blocks, blocks)) else None
 
     def _as_stored(
@@ -65,14 +64,10 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         count, hidden, inner = experts.count, self.config.hidden_size, experts.inner
         biased = experts.bias
         shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
-        parts: list[list[Any]] = []
-        for name, shape in shapes.items():  # as stored, unless shared experts have another form
-            stored = None if experts.shared else self._blocks([f"{mlp}.experts.{name}"])
-            if stored is None:
-                parts.append([*self._get(f"{mlp}.experts.{name}", count, *shape)])
-            else:
-                rows = np.split(stored[0].rows, count)
-                parts.append([stored[0]._replace(rows=each) for each in rows])
+        stored = self._stored_experts(mlp, experts, [out for out, _ in shapes.values()])
+        parts = stored or [
+            [*self._get(f"{mlp}.experts.{n}", count, *shape)] for n, shape in shapes.items()
+        ]
         biases = [
             self._get(f"{mlp}.experts.{n}_bias", count, shape[0]) if biased else None
             for n, shape in shapes.items()
@@ -90,6 +85,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             parts[1] += down.split(inner, dim=1)
             rows = torch.cat([rows, self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)])
         experts_of = CompiledExperts.of if self.compiled else _torch_experts
+        experts_of = _experts_of_blocks if stored else experts_of
         gating = Gating[experts.activation.upper()]
         gate_function = Gate(gating, experts.limit, experts.alpha)
         return {
@@ -98,6 +94,20 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             "experts": experts_of(*parts, gate_function, *biases),
             "router_norm": norm,
         }
+
+    def _stored_experts(
+        self, mlp: str, experts: Experts, outputs: list[int]
+    ) -> list[list[Blocks]] | None:
+        """Return each expert's matrices as stored, gate_up and down; None if unsupported. Shared
+        experts are widened, since they may be of another type."""
+        names = [f"{mlp}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        stored = None if experts.shared else self._blocks(names)
+        if stored is None:
+            return None
+        return [
+            [each._replace(rows=rows.reshape(out, -1)) for rows in each.rows]
+            for each, out in zip(stored, outputs, strict=True)
+        ]
 
     def _qkv(
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
@@ -116,6 +126,20 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             parts.append((part, OutputRuns(runs[letter], pitch, at)))
             at += runs[letter]
         return Linear.of(CompiledProduct.of_blocks(parts, bias, norm))
+
+
+def _experts_of_blocks(
+    gate_up: Sequence[Blocks], down: Sequence[Blocks], gate: Gate, *biases: Tensor | None
+) -> CompiledExperts:
+    """Return the products of each expert, of weights as stored."""
+    products = [
+        [
+            CompiledProduct.of_blocks(_stacked([each]), None if bias is None else bias[i], None)
+            for i, each in enumerate(part)
+        ]
+        for part, bias in zip((gate_up, down), biases, strict=True)
+    ]
+    return CompiledExperts(*products, gate)
 
 
 def _torch_experts(
