@@ -10,7 +10,8 @@ DEV := $(VENV)/.dev-installed
 
 WORKERS ?= 2
 XDIST = $(BIN)/python -m pytest -q -n $(WORKERS)
-INTERPRETED := tests/triton_kernels/interpreter tests/gpu_proofs/interpreted tests/bench/interpreted
+FAMILIES := tests/runtime/test_every_family.py::test_logits_are_those_of_transformers
+INTERPRETED := tests/triton_kernels/interpreter tests/gpu_proofs/interpreted tests/bench/interpreted $(FAMILIES)
 
 .PHONY: demo test test-statistics test-fuzz test-hostile test-models test-ray test-sdks prove-gpu bench \
 	pictures lint clean
@@ -55,6 +56,7 @@ test-sdks: $(VENV)/.sdks-installed
 # of every launch of the interpreter's tests.
 prove-gpu: $(DEV)
 	$(BIN)/python -m pytest -q -m "gpu_proofs or not gpu_proofs" tests/gpu_proofs
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m gpu_proofs $(FAMILIES)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -p tests.gpu_proofs.audit \
 		tests/triton_kernels/interpreter
 

@@ -228,7 +228,7 @@ def _own_impl(path: Path, options: EngineOptions, *, draft: bool) -> Impl:
     if config.plain:
         return "own"
     backend = backend_of("cpu" if options.device == "auto" else options.device)
-    problem = backend.why_not_compiled(options.tensor_parallel_size)
+    problem = backend.why_not_compiled(config, options.tensor_parallel_size)
     if problem is None:
         return "compiled"
     raise UnsupportedModelError(f"{path}: {config.family} {problem}")

@@ -146,7 +146,7 @@ class Backend(Protocol):
         """Raise `FieldError` for an option that this kind of device does not support."""
         ...
 
-    def why_not_compiled(self, num_ranks: int) -> str | None:
+    def why_not_compiled(self, config: ModelConfig, num_ranks: int) -> str | None:
         """Return why our own pass cannot compute a model that is not plain; None if it can."""
         ...
 

@@ -103,9 +103,7 @@ class LayerBuilder(Generic[P]):
         """Return embedding, layers and LM head."""
         c = self.config
         layers = [self._layer(f"model.layers.{i}", each) for i, each in enumerate(c.layers)]
-        norm = self._norm(_BODY, c.norm)
-        if norm is not None and c.logit_scale != 1.0:
-            norm = norm * c.logit_scale
+        norm = self._norm(_BODY, c.norm, c.logit_scale)
         bias = self._get("lm_head.bias", c.vocab_size) if c.head_bias else None
         embedding, head = self._embedding("model.embed_tokens.weight", bias, norm)
         if head is None:
@@ -177,12 +175,13 @@ class LayerBuilder(Generic[P]):
     def _get(self, name: str, *shape: int) -> Tensor:
         return self.source.get(name, shape).to(self.device, self.dtype)
 
-    def _norm(self, place: str, norm: Norm | None) -> Tensor | None:
-        """Return the weight of a norm times sqrt(n), fp32. (x / sqrt(sum(x^2) + n eps) is then
-        multiplied by it.)"""
+    def _norm(self, place: str, norm: Norm | None, scale: float = 1.0) -> Any:
+        """Return a norm whose output is multiplied by `scale`, in the form of a device. Here it is
+        the weight times sqrt(n), fp32: x / sqrt(sum(x^2) + n eps) is then multiplied by it."""
         if norm is None:
             return None
-        return self._norm_weight(place, norm) * self.config.hidden_size**0.5
+        weight = self._norm_weight(place, norm) * self.config.hidden_size**0.5
+        return weight if scale == 1.0 else weight * scale
 
     def _norm_weight(self, place: str, norm: Norm) -> Tensor:
         size = self.config.hidden_size

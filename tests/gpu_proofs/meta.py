@@ -35,7 +35,7 @@ from cbatch.runtime.model.gguf_file import GgufTensor
 from cbatch.runtime.model.head_config import HeadConfig, head_layer
 from cbatch.runtime.model.weight_files import WeightSource
 from cbatch.text import TextTokenizer
-from tests.runtime.blocks import stored_matrix
+from tests.runtime.blocks import stored, stored_matrix
 from tests.runtime.engines import make_request, run_engine
 from tests.text.toy_tokenizers import printable
 from tests.triton_kernels.driver import META, Launches
@@ -75,9 +75,8 @@ class MetaDevice(Device):
 def model(family: str, vocab: int, heads: tuple[int, int, int], **more: Any) -> ModelConfig:
     """Return a model. `heads`: number of query heads, of key heads, and their width."""
     num_heads, num_kv_heads, head_dim = heads
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     settings = {
-        "architectures": [f"{names[family]}ForCausalLM"],
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
         "hidden_size": num_heads * head_dim,
         "intermediate_size": 3 * num_heads * head_dim,
@@ -113,22 +112,40 @@ LLAMA_1B = model("llama", 128256, (32, 8, 64))
 QWEN3_8B, QWEN3 = (model("qwen3", 151936, (n, 8, 128)) for n in (32, 16))
 ODD, ODD_SMALLER = model("llama", 50257, (12, 12, 64)), model("llama", 50000, (6, 2, 64))
 BLOCKS, BLOCKS_BIASED = model("llama", 32000, (16, 4, 64)), model("qwen2", 32000, (8, 2, 64))
-WINDOW = model("mistral", 32003, (32, 8, 128), sliding_window=4096)
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 256}
+WINDOW = model("mixtral", 32003, (32, 8, 128), sliding_window=4096, **EXPERTS)
+GEMMA = model("gemma2", 256000, (16, 8, 256), sliding_window=4096)
 FP16, BF16 = torch.float16, torch.bfloat16
+
+
+def with_every_option(config: ModelConfig) -> ModelConfig:
+    """Return the config with all that the records of dense layers can say."""
+    assert config.norm is not None
+    norm = structs.replace(config.norm, centred=True, has_bias=True)
+    config = config.with_mixers(
+        norm=norm, qk_norm=config.norm, norms_whole=True, sinks=True, bias=True, out_bias=True
+    ).with_feed_forwards(norm=norm, out_scale=0.2)
+    first, last = config.layers
+    forward = structs.replace(last.feed_forward, activation="relu_squared", gated=False)
+    last = structs.replace(last, feed_forward=forward, parallel=True)
+    return structs.replace(config, norm=norm, layers=(first, last), head_bias=True)
+
+
 SIZES = (
     Size("odd vocabulary, 1 slot", ODD, ODD_SMALLER, 1, 32, 5, FP16, 72),
     Size("llama, 33 slots", LLAMA_8B, LLAMA_1B, 33, 16, 4),
     Size("qwen3, 17 slots", QWEN3_8B, QWEN3, 17, 64, 3),
-    Size("window, 16 slots, no draft", WINDOW, None, 16, 128, budget_tokens=777),
+    Size("window and experts, 16 slots, no draft", WINDOW, None, 16, 128, budget_tokens=777),
     Size("in blocks, 5 slots", BLOCKS, BLOCKS_BIASED, 5, 16, 2, BF16, 600, True, "fp8"),
     Size("an eagle-3 head, 17 slots", LLAMA_1B, LLAMA_1B, 17, 64, 4, head="eagle3"),
     Size("medusa heads, 5 slots", ODD, ODD, 5, 16, 3, BF16, 700, head="medusa"),
+    Size("every option, 3 slots", with_every_option(GEMMA), None, 3, 64, budget_tokens=600),
 )
 
 
 class NoWeights(WeightSource):
-    """Weights without values; those of the layers are in blocks if `stored` is given. A head drafts
-    the first ids."""
+    """Weights without values; those of the layers are in blocks if `stored` is given, and those of
+    down projections of experts always. A head drafts the first ids."""
 
     file, names = "made up", frozenset(["lm_head.weight"])
 
@@ -140,6 +157,13 @@ class NoWeights(WeightSource):
         return torch.empty(shape, **self._options)
 
     def blocks(self, name: str) -> GgufTensor | None:
+        if name.endswith("experts.down_proj"):
+            count, hidden, inner = (
+                EXPERTS["num_local_experts"],
+                WINDOW.hidden_size,
+                WINDOW.widest_inner,
+            )
+            return stored("MXFP4", count * hidden, inner)
         return None if self._stored is None else stored_matrix(self._stored, name)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -15,6 +15,9 @@ def stored(kind: str, out: int, columns: int, seed: int = 0) -> GgufTensor:
     generator = torch.Generator().manual_seed(seed)
     size, count = KINDS[kind].bytes, columns // 32
     raw = torch.randint(0, 256, (out, count, size), generator=generator).to(torch.uint8)
+    if kind == "MXFP4":
+        raw[..., 0] = torch.randint(117, 123, (out, count), generator=generator)
+        return GgufTensor(kind, KINDS[kind], (out, columns), raw.flatten().numpy())
     heads = 2 if kind == "Q4_1" else 1
     halves = (torch.rand(out, count, heads, generator=generator) * 0.02 + 0.002).half()
     raw[..., : 2 * heads] = halves.view(torch.uint8).view(out, count, -1)

@@ -7,26 +7,32 @@ import functools
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from cbatch import LLM, FieldError
 from cbatch.runtime.cpu.decoder import Model, load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.drafting.lookup import Lookup, LookupDrafter
+from cbatch.runtime.gpu import support
 from cbatch.runtime.gpu.decoder import load_decoder
+from cbatch.runtime.gpu.modelling import OneCall
+from cbatch.runtime.gpu.support import unsupported_on_gpu
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import UnsupportedModelError
 from cbatch.runtime.model.families import families
+from cbatch.runtime.model.records import Experts
 from tests.runtime import engines
 from tests.runtime.hf_models import build, paged, run_all, tokens_of
 from tests.runtime.marks import needs_compiler
 from tests.runtime.test_transformers_backend import SCARCE, sequences
 from tests.runtime.tiny_architectures import tiny_config
+from tests.triton_kernels.interpreter.quick import interpret
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -120,7 +126,20 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 }
 KINDS = [family.name for family in families().values()]
 CASES = [(kind, i) for kind in KINDS for i in range(len(CHANGES.get(kind, [{}])))]
-DEVICES = [pytest.param("cpu", marks=needs_compiler), "torch"]
+QUICK_ON_GPU = {"exaone4", "gemma2", "gpt_oss", "granite", "olmo2", "phi", "qwen2_moe"}
+NOT_ON_GPU = {"apertus", "hunyuan_v1_dense", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"}
+NOT_ON_GPU |= {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
+
+
+def cells() -> list[Any]:
+    """Return kind, case and device of each test. Interpreted kernels of a GPU need a process of
+    their own, with TRITON_INTERPRET=1; there, most families are left to `make prove-gpu`."""
+    if interpret():
+        marks = {False: (), True: pytest.mark.gpu_proofs}
+        cases = [case for case in CASES if case[0] not in NOT_ON_GPU]
+        return [pytest.param(*e, "gpu", marks=marks[e[0] not in QUICK_ON_GPU]) for e in cases]
+    compiled = [pytest.param(*each, "cpu", marks=needs_compiler) for each in CASES]
+    return compiled + [pytest.param(*each, "torch") for each in CASES]
 
 
 def make(kind: str, folder: Path, **changes: Any) -> Any:
@@ -158,14 +177,16 @@ def made(kind: str, case: int) -> tuple[Path, list[np.ndarray], torch.Tensor]:
     return folder, rows, torch.cat(logits)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("kind", "case"), CASES)
+@pytest.mark.parametrize(("kind", "case", "device"), cells())
 def test_logits_are_those_of_transformers(
     kind: str, case: int, device: str, request: pytest.FixtureRequest
 ) -> None:
     """Chunks and decodes share steps, contexts are longer than windows. Our kernels keep the bits
     of a row; torch need not."""
     folder, rows, expected = made(kind, case)
+    if device == "gpu":
+        check_on_gpu(folder, rows, expected)
+        return
     if device == "torch":
         request.getfixturevalue("torch_pass")
     model = load_model(folder)
@@ -200,6 +221,23 @@ class Mistaken(Lookup):
         own, size = text.tolist(), len(text)
         rest: list[int] = next((each[size:] for each in self._texts if each[:size] == own), [])
         return [token ^ ((size + i) % 3 == 0) for i, token in enumerate(rest[:depth])]
+
+
+def check_on_gpu(folder: Path, rows: list[np.ndarray], expected: torch.Tensor) -> None:
+    """Compute fewer tokens, since kernels are interpreted: by ragged steps, then all in one."""
+    lengths = [12, 3, 9]
+    expected = torch.cat(
+        [part[:n] for part, n in zip(expected.split([*map(len, rows)]), lengths, strict=True)]
+    )
+    rows = [row[:n] for row, n in zip(rows, lengths, strict=True)]
+    decoder = load_decoder(folder, device="cpu", numerics="invariant")
+    model, logits = cast("Model", OneCall(decoder)), []
+    for sizes in ([5, 1, 8], [12]):
+        kv = KVCache(decoder.config, 6, 16, torch.float32, "cpu")
+        with torch.inference_mode():
+            logits.append(run_all(model, kv, paged(kv, rows), sizes))
+    assert (logits[0] - expected).abs().max() < BOUND * expected.std()
+    assert torch.equal(*logits)
 
 
 @needs_compiler
@@ -297,11 +335,26 @@ def test_every_family_is_served_without_kernels(tmp_path: Path) -> None:
     settings = SCARCE | {"model_impl": "auto"}
     llm = LLM(tmp_path, dtype="float16", **settings)
     assert llm.info.code == "our own (granite)" and not llm.info.batch_invariant
-    with pytest.raises(UnsupportedModelError, match="granite is not supported on a GPU"):
-        LLM(tmp_path, device="cuda", **settings | {"model_impl": "own"})
-    with pytest.raises(
-        UnsupportedModelError, match="granite is not supported by our own pass on a"
-    ):
+
+
+def test_what_a_gpu_does_not_interpret_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record's new field, or a value of it, is refused until the GPU's interpreter has it."""
+    config = engines.tiny_config()
+    assert unsupported_on_gpu(config) is None
+    assert unsupported_on_gpu(config.with_mixers(value_dim=6)) == "values narrower than keys"
+    clamped = config.with_feed_forwards(activation="clamped")
+    assert unsupported_on_gpu(clamped) == "the activation clamped"
+    apart = structs.replace(config.layers[0].mixer, kv_heads=1)
+    layers = config.layers[0], structs.replace(config.layers[0], mixer=apart)
+    mixed = structs.replace(config, layers=layers)
+    assert unsupported_on_gpu(mixed) == "layers with heads of different shapes"
+    make("mixtral", tmp_path)
+    monkeypatch.delitem(support._FIELDS, Experts)
+    with pytest.raises(UnsupportedModelError, match=r"mixtral \(experts\) is not supported on a"):
+        LLM(tmp_path, device="cuda", **SCARCE | {"model_impl": "own"})
+    with pytest.raises(UnsupportedModelError, match=r"mixtral \(experts\) is not supported on a"):
         load_decoder(tmp_path, device="cpu")
 
 

@@ -102,10 +102,12 @@ def test_older_spellings_mean_the_same(architecture: str, values: dict[str, Any]
             "quantization_config",
         ),
         (
-            "mixtral",
+            "granitemoe",
             {"quantization_config": {"quant_method": "awq", "bits": 4}},
             "quantization_config",
         ),
+        ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
 )
 def test_what_records_cannot_say_is_left_to_others(

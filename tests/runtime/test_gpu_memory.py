@@ -18,9 +18,11 @@ from cbatch.runtime.backend import LargestStep
 from cbatch.runtime.gpu import loaded, memory
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.executor import GpuExecutor
+from cbatch.runtime.gpu.experts import ExpertsForward, bytes_per_token
 from cbatch.runtime.gpu.memory import StepLimits, step_memory_bytes
 from cbatch.runtime.gpu.target_pass import SamplingFeatures
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.model.records import Experts
 from tests.gpu_proofs.meta import head_of
 from tests.runtime.engines import NoisyWeights, tiny_config
 
@@ -87,8 +89,17 @@ class Weights(NoisyWeights):
         return None
 
 
-def decoder() -> Decoder:
-    config = tiny_config(vocab_size=4000, head_dim=16)
+EXPERTS = {
+    "model_type": "qwen2_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 192,
+}
+
+
+def decoder(**fields: Any) -> Decoder:
+    config = tiny_config(vocab_size=4000, head_dim=16, **fields)
     return Decoder(config, Weights(1), torch.float32, CPU)
 
 
@@ -126,6 +137,20 @@ def test_steps_take_what_was_counted(drafts: str | None, monkeypatch: pytest.Mon
     if is_head:
         kept -= NUM_BLOCKS * draft.state_bytes  # it is counted in addition to KV
     assert kept + peak <= counted < 1.6 * (kept + peak), (kept, peak, counted)
+
+
+def test_experts_take_what_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens have a tile for each pair, many share the tiles of all experts."""
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda *_: lambda *_, **__: None)
+    made = decoder(**EXPERTS)
+    f, hidden = made.config.feed_forward, made.config.hidden_size
+    experts = made.layers[0].products()[2]
+    assert isinstance(f, Experts) and isinstance(experts, ExpertsForward)
+    for tokens in (1, 500):
+        rows = torch.zeros(tokens, hidden)
+        with torch.inference_mode(), LiveBytes() as live:
+            experts(rows)
+        assert live.most <= tokens * bytes_per_token(f, hidden, 4) < 1.3 * live.most
 
 
 def test_kv_takes_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:

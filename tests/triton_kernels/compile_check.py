@@ -41,11 +41,12 @@ from triton_kernels.attention.table import INVARIANT_ROWS, SPLIT_TOKENS, TileKey
 
 MAX_CODE_BYTES = 128 << 10  # of one kernel: an H100's instruction cache
 # The most registers of a thread with which enough programs share a multiprocessor.
-_REGISTERS = {"norm": 64, "silu_mul": 48, "scan": 112, "residual": 104, "finish": 32, "mask": 64}
+_REGISTERS = {"norm": 64, "activation": 48, "scan": 112, "residual": 104, "finish": 32, "mask": 64}
 _REGISTERS |= {"described": 216, "dense": 216, "shape": 128, "distributions": 128, "decide": 184}
 _SHARED_KIB = {"sm_80": 164, "sm_90": 228, "sm_100": 228, "gfx942": 64}  # of a multiprocessor
 _AMD_REGISTERS = 512  # registers per lane that the waves of a SIMD share
-_WIDE = {"attention", "norm", "silu_mul"}  # kernels whose loads are 128 bits wide
+_WIDE = {"attention", "norm", "activation"}  # kernels whose loads are 128 bits wide
+_PRODUCTS = {"dense", "described", "quantised", "grouped"}
 _MAX_NARROW = 24  # loads of partial maxima and sums, over all pipeline stages
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -135,7 +136,9 @@ class Findings(NamedTuple):
         shared = (_SHARED_KIB[case.target] << 10) // case.programs - 1024 * (not amd)
         described = name == "described" or constants.get("DESCRIPTORS")
         halves = "16" in str(case.kernel.signature)  # bf16 or fp16, not fp32
-        products = name in ("dense", "described", "quantised") or constants.get("ROWS", 0) >= 64
+        products = (
+            name in ("dense", "described", "quantised", "grouped") or constants.get("ROWS", 0) >= 64
+        )
         if self.spill_bytes:
             problems.append(f"spills {self.spill_bytes} bytes")
         if self.registers > max_registers:

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from tests.triton_kernels.driver import META, TARGETS, Driver
 from triton_kernels.build import ahead
 from triton_kernels.build.ahead import Specialisation
-from triton_kernels.layers.norm import rms_norm
+from triton_kernels.layers.norm import norm_rows
 from triton_kernels.slots.state import Arena, ArenaSizes
 from triton_kernels.slots.target_batch import TargetLayout, make_target_batch
 
@@ -24,8 +24,8 @@ from triton_kernels.slots.target_batch import TargetLayout, make_target_batch
 def launch() -> None:
     """Launch kernels with named tuples of tensors, None, and numbers of every kind."""
     x, weight = torch.zeros(5, 48, device=META), torch.zeros(48, device=META)
-    rms_norm(x.bfloat16(), weight, 1e-5)
-    rms_norm(x.bfloat16(), weight, 1e-5, x)
+    norm_rows(x.bfloat16(), weight, 1e-5)
+    norm_rows(x.bfloat16(), weight, 1e-5, x)
     state = Arena.allocate(ArenaSizes(3, 32, 16, 40, 16), META).state
     layout = TargetLayout.allocate(3, 8, 4, META)
     make_target_batch(state, state.kv_len, layout, block_size=16, max_token=39)

@@ -18,6 +18,10 @@ from tests.triton_kernels.driver import META, TARGETS, recording
 from triton_kernels.noise import device as noise_device
 
 EVERY_KERNEL = SIZES[4]  # our products, weights in blocks, keys in fp8, a draft
+EVERY_OPTION = SIZES[-1]  # of a layer's records
+LAYER_KERNELS = {"norm", "activation", "whole_norm", "kv_write", "attention"}
+WITH_EXPERTS = SIZES[3]  # gate and up in bf16, down in MXFP4
+EXPERT_KERNELS = {"route", "sort", "grouped", "combine"}
 
 
 @triton.jit
@@ -56,9 +60,13 @@ def wide_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kernel_of_a_start_passes() -> None:
     kernels = {each.name: each for each in recorded_cases("sm_90", [EVERY_KERNEL])}
     assert len(kernels) > 20
-    assert {name: check(each).faults() for name, each in kernels.items()} == dict.fromkeys(
-        kernels, []
-    )
+    cases = [*kernels.values()]
+    for size, names in ((EVERY_OPTION, LAYER_KERNELS), (WITH_EXPERTS, EXPERT_KERNELS)):
+        more = [each for each in recorded_cases("sm_90", [size]) if each.name in names]
+        assert {each.name for each in more} == names
+        cases += more
+    faults = [(each.name, each.config, check(each).faults()) for each in cases]
+    assert [each for each in faults if each[2]] == []
 
 
 def test_faults_of_a_product_are_seen() -> None:

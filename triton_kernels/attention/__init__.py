@@ -27,6 +27,7 @@ from triton_kernels.attention.work_items import (
     block_tokens,
     plan,
 )
+from triton_kernels.build.check import check_tensor
 from triton_kernels.build.hopper import is_hopper, launch_options
 
 __all__ = [
@@ -59,6 +60,7 @@ def attention(
     scale: float,
     first_key: int = 0,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     num_programs: int,
@@ -74,18 +76,21 @@ def attention(
       excludes are not written.
     - work: filled by `plan` for this step.
 
-    Scores are `scale` q k with `scale` > 0, then `soft_cap` tanh(score / `soft_cap`). No query sees
-    keys before position `first_key`. `num_programs`: launched programs, those that fit on the
+    Scores are `scale` q k with `scale` > 0, then `soft_cap` tanh(score / `soft_cap`). `sinks` fp32
+    [kv_heads * group] has one more score of each head, without a value. No query sees keys before
+    position `first_key`. `num_programs`: launched programs, those that fit on the
     device (`resident_programs`). Tiles with descriptors read whole pages, so unused slots of a page
     must be finite. `early` is that of `launch_options`: `work` and `block_tables` are read before
     the previous kernel ends. Raises ValueError naming the argument that does not fit.
     """
     _check(q, k_pages, v_pages, block_tables, out, work)
     heads, tile = work.heads, work.tile
+    if sinks is not None:
+        check_tensor("sinks", sinks, torch.float32, (heads.kv_heads * heads.group,))
     k, v = (_described(p, tile) if tile.descriptors else p for p in (k_pages, v_pages))
     early = early and is_hopper()
     attention_kernel[(min(num_programs, len(work.items) * heads.kv_heads),)](
-        q, k, v, block_tables, out, work.items, work.num_items,
+        q, k, v, block_tables, sinks, out, work.items, work.num_items,
         work.partials.sums, work.partials.stats, work.partials.arrived,
         scale * k_scale * _LOG2_E, v_scale,
         q.stride(0), q.stride(1), *k_pages.stride()[:3], block_tables.stride(0), out.stride(0),

@@ -161,8 +161,8 @@ def _load_partial(
 
 @jit
 def _combine(
-    parts, out_ptr, stride_token, tokens, v_scale, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
+    parts, out_ptr, sinks_ptr, stride_token, tokens, v_scale, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Fold the parts of a result in order and store it. `parts`: statistics, sums, index of the
     first part, number of parts, index step between parts."""
@@ -179,7 +179,10 @@ def _combine(
                 stats_ptr, sums_ptr, first + i * step, rows, valid, HEAD_DIM, BLOCK_DIM, ROWS
             )
             peak, mass, acc = _fold(peak, mass, acc, next_peak, next_mass, next_acc)
-        _store_result(out_ptr, stride_token, rows, tokens, mass, acc, v_scale, GROUP, HEAD_DIM)
+        _store_result(
+            out_ptr, sinks_ptr, stride_token, rows, tokens, (peak, mass, acc), v_scale, GROUP,
+            HEAD_DIM,
+        )  # fmt: skip
 
 
 @jit
@@ -198,10 +201,19 @@ def _store_partial(
 
 @jit
 def _store_result(
-    out_ptr, stride_token, rows, tokens, mass, acc, v_scale, GROUP: tl.constexpr,
+    out_ptr, sinks_ptr, stride_token, rows, tokens, sums, v_scale, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and store a result. `out_ptr`: first token, first head of the group."""
+    """Normalise and store a result. `out_ptr`: first token, first head of the group; `sinks_ptr`:
+    its first sink. `sums`: maximum, sum, weighted V."""
+    peak, mass, acc = sums
+    if sinks_ptr is not None:
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        sink = tl.load(sinks_ptr + rows % GROUP) * LOG2_E
+        top = tl.maximum(peak, sink)
+        old = tl.exp2(peak - top)
+        mass = tl.fma(mass, old, tl.exp2(sink - top))
+        acc = acc * old[:, None]
     dims = tl.arange(0, acc.shape[1])
     at = (rows // GROUP) * stride_token + (rows % GROUP) * HEAD_DIM
     inside = (rows // GROUP < tokens)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -266,8 +278,8 @@ def _attend(
 
 @jit
 def attention_kernel(
-    q_ptr, k_pages, v_pages, tables_ptr, out_ptr, items_ptr, num_items_ptr, sums_ptr, stats_ptr,
-    arrived_ptr, scale, v_scale, stride_q_token, stride_q_head, stride_page, stride_slot,
+    q_ptr, k_pages, v_pages, tables_ptr, sinks_ptr, out_ptr, items_ptr, num_items_ptr, sums_ptr,
+    stats_ptr, arrived_ptr, scale, v_scale, stride_q_token, stride_q_head, stride_page, stride_slot,
     stride_kv_head, stride_table, stride_out_token, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, FOLDS: tl.constexpr, FIRST: tl.constexpr,
@@ -295,40 +307,28 @@ def attention_kernel(
         q_at = (row_ids // GROUP) * stride_q_token + (row_ids % GROUP) * HEAD_DIM
         q_base = q_ptr + row.to(tl.int64) * stride_q_token + kv_head.to(tl.int64) * stride_q_head
         q = tl.load(q_base + q_at[:, None] + dims[None, :], mask=inside, other=0.0)
+        pool = (k_pages, v_pages, kv_head, stride_page, stride_slot, stride_kv_head)
         peak, mass, acc = _attend(
-            q,
-            (k_pages, v_pages, kv_head, stride_page, stride_slot, stride_kv_head),
-            tables_ptr + sequence.to(tl.int64) * stride_table,
-            position,
-            tokens,
-            first_split,
-            stop_split,
-            scale,
-            GROUP,
-            HEAD_DIM,
-            PAGE,
-            KEYS,
-            SPLIT,
-            FOLDS,
-            FIRST,
-            WINDOW,
-            SOFT_CAP,
-            DESCRIPTORS,
-        )
+            q, pool, tables_ptr + sequence.to(tl.int64) * stride_table, position, tokens,
+            first_split, stop_split, scale, GROUP, HEAD_DIM, PAGE, KEYS, SPLIT, FOLDS, FIRST,
+            WINDOW, SOFT_CAP, DESCRIPTORS,
+        )  # fmt: skip
         to_ptr = out_ptr + row.to(tl.int64) * stride_out_token + kv_head * (GROUP * HEAD_DIM)
+        head_sinks_ptr = None if sinks_ptr is None else sinks_ptr + kv_head * GROUP
         if parts > 1:
             place = slot.to(tl.int64) * KV_HEADS + kv_head
             _store_partial(stats_ptr, sums_ptr, place, tokens, peak, mass, acc, GROUP, HEAD_DIM)
             first = place - part.to(tl.int64) * KV_HEADS
             if _is_last(arrived_ptr + first, parts):
                 _combine(
-                    (stats_ptr, sums_ptr, first, parts, KV_HEADS), to_ptr, stride_out_token, tokens,
-                    v_scale, GROUP, HEAD_DIM, BLOCK_DIM, ROWS,
+                    (stats_ptr, sums_ptr, first, parts, KV_HEADS), to_ptr, head_sinks_ptr,
+                    stride_out_token, tokens, v_scale, GROUP, HEAD_DIM, BLOCK_DIM, ROWS,
                 )  # fmt: skip
         else:
             _store_result(
-                to_ptr, stride_out_token, row_ids, tokens, mass, acc, v_scale, GROUP, HEAD_DIM
-            )
+                to_ptr, head_sinks_ptr, stride_out_token, row_ids, tokens, (peak, mass, acc),
+                v_scale, GROUP, HEAD_DIM,
+            )  # fmt: skip
 
 
 @jit

@@ -18,6 +18,7 @@ def attention_reference(
     first_key: int = 0,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
@@ -41,6 +42,10 @@ def attention_reference(
         if window is not None:
             visible &= keys > positions - window
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+        if sinks is not None:
+            more = sinks.view(1, *q.shape[1:3], 1).expand(count, -1, -1, -1)
+            scores = torch.cat([scores, more], dim=-1)
         weights = scores.softmax(-1).nan_to_num(0.0)  # NaN: a query that sees no key
+        weights = weights[..., :context]
         out[rows] = torch.einsum("thgk,khd->thgd", weights, v * v_scale)
     return out

@@ -40,6 +40,29 @@ STAGES, AMD_STAGES = 4, 2
 BAND = 16  # blocks of rows that are computed before the next weights
 
 
+@jit
+def dense_sum(
+    x_at, weight_at, row_valid, out_valid, num_columns, ROWS: tl.constexpr, OUTS: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of a tile, fp32 [ROWS, OUTS]. `x_at` [ROWS, COLUMNS] and `weight_at`
+    [COLUMNS, OUTS] point to the first columns."""
+    columns = tl.arange(0, COLUMNS)
+    acc = tl.zeros([ROWS, OUTS], tl.float32)
+    for start in range(0, num_columns, COLUMNS):
+        if EVEN:
+            x = tl.load(x_at, mask=row_valid, other=0.0)
+            weight = tl.load(weight_at, mask=out_valid, other=0.0)
+        else:
+            inside = columns < num_columns - start
+            x = tl.load(x_at, mask=row_valid & inside[None, :], other=0.0)
+            weight = tl.load(weight_at, mask=out_valid & inside[:, None], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        x_at += COLUMNS
+        weight_at += COLUMNS
+    return acc
+
+
 @jit(do_not_specialize=["num_rows"])
 def dense_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_outs, num_columns, stride_x, stride_out,
@@ -53,18 +76,7 @@ def dense_kernel(
     x_at = x_ptr + rows[:, None].to(tl.int64) * stride_x + columns[None, :]
     weight_at = weight_ptr + outs[None, :].to(tl.int64) * num_columns + columns[:, None]
     row_valid, out_valid = (rows < num_rows)[:, None], (outs < num_outs)[None, :]
-    acc = tl.zeros([ROWS, OUTS], tl.float32)
-    for start in range(0, num_columns, COLUMNS):
-        if EVEN:
-            x = tl.load(x_at, mask=row_valid, other=0.0)
-            weight = tl.load(weight_at, mask=out_valid, other=0.0)
-        else:
-            inside = columns < num_columns - start
-            x = tl.load(x_at, mask=row_valid & inside[None, :], other=0.0)
-            weight = tl.load(weight_at, mask=out_valid & inside[:, None], other=0.0)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
-        x_at += COLUMNS
-        weight_at += COLUMNS
+    acc = dense_sum(x_at, weight_at, row_valid, out_valid, num_columns, ROWS, OUTS, COLUMNS, EVEN)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + outs, mask=outs < num_outs, other=0.0).to(tl.float32)[None, :]
     out_at = out_ptr + rows[:, None].to(tl.int64) * stride_out + outs[None, :]
@@ -117,8 +129,8 @@ def dense(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: ProductTile | None = None
 ) -> None:
     """Compute `out` [T, N] = x [T, K] @ weight [N, K].T + bias [N], summed in fp32 and rounded
-    once. All have one type. Rows of `x` and of `out` may be strided. `tile`: by default `tile_of`.
-    Raises ValueError naming the argument that does not fit."""
+    once. All have one type; `out` may also be fp32. Rows of `x` and of `out` may be strided.
+    `tile`: by default `tile_of`. Raises ValueError naming the argument that does not fit."""
     num_rows, num_columns = x.shape
     num_outs = weight.shape[0]
     if not weight.is_contiguous() or tuple(weight.shape) != (num_outs, num_columns):
@@ -126,7 +138,8 @@ def dense(
     if tuple(out.shape) != (num_rows, num_outs):
         raise ValueError(f"out: {list(out.shape)} does not fit; give {[num_rows, num_outs]}")
     for name, tensor in (("x", x), ("out", out), ("weight", weight)):
-        if tensor.dtype != weight.dtype or tensor.stride(1) != 1:
+        wide = tensor is out and out.dtype == torch.float32
+        if (tensor.dtype != weight.dtype and not wide) or tensor.stride(1) != 1:
             raise ValueError(f"{name}: {tensor.dtype}; give {weight.dtype}, elements side by side")
     if not num_rows:
         return

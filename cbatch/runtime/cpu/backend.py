@@ -17,6 +17,7 @@ from cbatch.runtime.cpu.transformers_backend.sharing import check_shared
 from cbatch.runtime.drafting.heads.loading import load_heads
 from cbatch.runtime.drafting.heads.trial import take_head
 from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.sharding import shard_config
 from cbatch.runtime.rank_group import RankGroup
 from cbatch.system.machine import usable_cpus
@@ -46,7 +47,7 @@ class CpuBackend:
             else:
                 shard_config(read_config(path), needs.tensor_parallel_size)
 
-    def why_not_compiled(self, num_ranks: int) -> str | None:
+    def why_not_compiled(self, config: ModelConfig, num_ranks: int) -> str | None:
         if num_ranks > 1:
             return "cannot be sharded over ranks"
         return None

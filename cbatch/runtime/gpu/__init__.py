@@ -1,5 +1,5 @@
 """GPU execution: steps run with Triton kernels and captured CUDA graphs.
 
-Modules here import triton, except `backend`. Everything except graph capture also runs on CPU
-tensors under `TRITON_INTERPRET=1`, as in the tests.
+Modules here import triton, except `backend` and `support`. Everything except graph capture also
+runs on CPU tensors under `TRITON_INTERPRET=1`, as in the tests.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -149,7 +148,6 @@ class PagedAttention:
     ) -> None:
         self.scales = scales or [(1.0, 1.0)] * config.num_layers
         self._kv, self._tables, self._first_key = kv, tables, first_key
-        self._scale = 1.0 / math.sqrt(config.attention.key_dim)
         self._work = tuning.work_lists(
             heads_of(config),
             tables.device,
@@ -185,12 +183,13 @@ class PagedAttention:
         layer: int,
         window: int | None,
         q: Tensor,
-        scale: float | None = None,
+        scale: float,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output [T, heads * head_dim] of queries [T, kv_heads, group,
-        head_dim]. Padding rows are left uninitialised. Scores are multiplied by `scale`, by default
-        1 / sqrt(head_dim); `soft_cap` is that of `triton_kernels.attention.attention`."""
+        head_dim]. Padding rows are left uninitialised. `scale`, `soft_cap` and `sinks` are those of
+        `triton_kernels.attention.attention`."""
         out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
         k_pages, v_pages = self.pages(layer)
         k_scale, v_scale = self.scales[layer]
@@ -202,9 +201,10 @@ class PagedAttention:
                 self._tables,
                 out,
                 work,
-                scale=self._scale if scale is None else scale,
+                scale=scale,
                 first_key=self._first_key,
                 soft_cap=soft_cap,
+                sinks=sinks,
                 k_scale=k_scale,
                 v_scale=v_scale,
                 num_programs=num_programs,

@@ -1,4 +1,4 @@
-"""GPUs as devices of an engine. This module alone can be imported without triton."""
+"""GPUs as devices of an engine. This module can be imported without triton."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.backend import LoadRequest, Requirements
+from cbatch.runtime.gpu.support import unsupported_on_gpu
+from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -62,8 +64,9 @@ class GpuBackend:
             problem = f"{size!r} is not supported on a GPU"
             raise FieldError("block_size", problem, "use 16, 32, 64 or 128, or --device cpu")
 
-    def why_not_compiled(self, num_ranks: int) -> str | None:
-        return "is not supported on a GPU"
+    def why_not_compiled(self, config: ModelConfig, num_ranks: int) -> str | None:
+        lacking = unsupported_on_gpu(config)
+        return None if lacking is None else f"({lacking}) is not supported on a GPU"
 
     def set_threads(self, threads: int | Literal["auto"], num_ranks: int) -> None:
         pass

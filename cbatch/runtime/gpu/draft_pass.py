@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
+from cbatch.runtime.gpu.decoder import Hidden
 from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, Device, aligned
+from cbatch.runtime.gpu.layers import FlatTokens
 from cbatch.runtime.sampling import noise
 from triton_kernels.sampling.inputs import (
     Distributions,

@@ -14,21 +14,15 @@ from cbatch.runtime.drafting.heads.eagle import EagleTensors, eagle_vocabulary
 from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.drafting.heads.medusa import MedusaTensors, medusa_vocabulary
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.gpu.decoder import (
-    Decoder,
-    FlatTokens,
-    Hidden,
-    ProductBuilder,
-    attend_and_gate,
-    project,
-    weight_of,
-)
+from cbatch.runtime.gpu.decoder import Decoder, Hidden
+from cbatch.runtime.gpu.layers import FlatTokens, LayerPass, lower
 from cbatch.runtime.gpu.modelling import lay_out
+from cbatch.runtime.gpu.products import ProductBuilder
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.head_config import HeadConfig
 from cbatch.runtime.model.head_weights import HeadWeights
 from cbatch.runtime.model.rope import RotaryTable
-from triton_kernels.layers.norm import rms_norm
+from triton_kernels.layers.norm import norm_rows
 
 FIRST_KEY = 1  # first key's position: a head reads the state before a token; position 0 has none
 
@@ -93,30 +87,30 @@ class GpuEagleHead(GpuHead):
         with torch.inference_mode():
             own = _EagleProducts(head, weights, target, target.numerics)
             self._norms, self._fc = own.read_norms(target), own.state_fusing_layer(target)
-            self._layer, self._input_layer = own.layer(), own.input_layer()
+            self._layer, self._input_layer = lower(0, own.layer()), own.input_layer()
             if self._input_layer is None:
                 self._token_norm, self._state_norm = own.pair_norms()
             self._lm_head: Any = own.lm_head(vocabulary, target_head)
             self._embedding = own.embedding(target)
             self._rotary = RotaryTable(c.attention.rope, c.attention.key_dim, self.device)
         products = [*self._layer.products(), self._lm_head, self._fc, self._input_layer]
-        self.matrix_bytes = sum(weight_of(each).nbytes for each in products if each is not None)
+        self.matrix_bytes = sum(each.weight.nbytes for each in products if each is not None)
 
-    def cos_sin(self, max_tokens: int) -> Tensor:
-        return self._rotary.cos_sin(max_tokens)
+    def cos_sin(self, max_tokens: int) -> list[Tensor]:
+        return [self._rotary.cos_sin(max_tokens)]
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Return the head's input states [T, hidden], made from the target's [T, layers, H]."""
         eps = self.head.eps
         if self.head.kind == "eagle":
             assert self._norms is not None
-            return rms_norm(hidden[:, 0], self._norms, eps)
+            return norm_rows(hidden[:, 0], self._norms, eps)
         read = hidden.flatten(1)
         if self._norms is not None and self.head.input_norm:
-            read = rms_norm(read, self._norms, eps)
+            read = norm_rows(read, self._norms, eps)
         elif self._norms is not None:
             layers = enumerate(self._norms)
-            read = torch.cat([rms_norm(hidden[:, i], norm, eps) for i, norm in layers], dim=1)
+            read = torch.cat([norm_rows(hidden[:, i], norm, eps) for i, norm in layers], dim=1)
         fused: Tensor = self._fc(read)  # type: ignore[misc]
         return fused
 
@@ -125,19 +119,18 @@ class GpuEagleHead(GpuHead):
         flat: FlatTokens,
         states: Tensor,
         attention: PagedAttention,
-        cos_sin: Tensor,
+        cos_sin: list[Tensor],
         hidden: Hidden,
     ) -> None:
         """Compute as `Decoder.forward` does, from tokens and the states [T, hidden] before them."""
         count = len(flat.tokens)
-        fused, residual = self.project(flat, states, attention, cos_sin)
-        hidden.residual[:count].copy_(residual)
-        residual = hidden.residual[:count]
-        x = attend_and_gate(self._layer, 0, fused, attention, residual)
-        self._layer.down.into(x, hidden.last[:count])  # type: ignore[union-attr]
+        fused, stream = self.project(flat, states, attention, cos_sin)
+        residual, last = hidden.residual[:count], hidden.last[:count]
+        residual.copy_(stream)
+        self._layer.finish(fused, stream, residual, LayerPass(flat, attention, cos_sin), last)
 
     def project(
-        self, flat: FlatTokens, states: Tensor, attention: PagedAttention, cos_sin: Tensor
+        self, flat: FlatTokens, states: Tensor, attention: PagedAttention, cos_sin: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Write K and V of tokens, each with the state [T, hidden] before it. Return the
         projections and the residual stream."""
@@ -145,18 +138,16 @@ class GpuEagleHead(GpuHead):
         if self._input_layer is not None:
             x = residual = self._input_layer(torch.cat((embedded, states), dim=1))
         else:
-            normed = rms_norm(states, self._state_norm, self.head.eps)
-            embedded = rms_norm(embedded, self._token_norm, self.head.eps)
-            x = torch.cat((embedded, normed), dim=1)
-            residual = normed if self.head.normed_residual else states
-        return project(self._layer, 0, x, flat, attention, cos_sin), residual
+            state = self._state_norm(states)
+            x = torch.cat((self._token_norm(embedded), state), dim=1)
+            residual = state if self.head.normed_residual else states
+        return self._layer.mixer.project(x, LayerPass(flat, attention, cos_sin)), residual
 
     def carried(self, hidden: Hidden, count: int) -> Tensor:
         """Return the states [count, hidden] from which the next drafts continue."""
         residual, last = hidden.residual[:count], hidden.last[:count]
         if self.head.norm_output:
-            norm, eps = self._lm_head.norm, self.head.eps
-            return rms_norm(last, norm, eps, residual.clone())
+            return self._lm_head.norm(last, residual.clone())
         return (residual + last).to(self.dtype)
 
     def logits(self, hidden: Hidden, rows: Tensor, out: Tensor) -> None:
@@ -166,7 +157,7 @@ class GpuEagleHead(GpuHead):
         if self._lm_head.norm is None:
             x = (residual + x).to(self.dtype)
         else:
-            x = rms_norm(x, self._lm_head.norm, self.head.eps, residual, early=True)
+            x = self._lm_head.norm(x, residual)
         self._put(self._lm_head, x, out)
 
     def _write_first(self, batch: RaggedBatch, kv: KVCache, states: Tensor, out: Tensor) -> None:
@@ -190,10 +181,10 @@ class GpuMedusaHead(GpuHead):
             self._blocks = [own.blocks(i) for i in range(head.num_heads)]
             self._heads: list[Any] = own.heads(vocabulary, target_head)
         products = [*self._heads, *(linear for each in self._blocks for linear in each)]
-        self.matrix_bytes = sum(weight_of(each).nbytes for each in products)
+        self.matrix_bytes = sum(each.weight.nbytes for each in products)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden[:, 0], self._norm, self.head.eps)
+        return norm_rows(hidden[:, 0], self._norm, self.head.eps)
 
     def logits(self, number: int, states: Tensor, out: Tensor) -> None:
         """Write the logits of head `number` for states [N, hidden] to `out` [N, vocab]."""

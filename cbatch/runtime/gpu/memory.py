@@ -133,7 +133,8 @@ def _persistent_bytes(decoder: Draft, tokens: int, limits: StepLimits) -> int:
         return 0
     heads, tuning = heads_of(config), limits.tuning_of(decoder)
     stream = tokens * config.hidden_size * (_FP32_BYTES + decoder.dtype.itemsize)
-    rotary = 2 * limits.max_sequence_tokens * heads.head_dim * _FP32_BYTES
+    num_tables = len({layer.mixer.rope for layer in config.layers})
+    rotary = 2 * limits.max_sequence_tokens * heads.head_dim * _FP32_BYTES * num_tables
     return stream + tuning.partial_bytes(heads) + rotary
 
 

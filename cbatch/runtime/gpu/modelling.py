@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning, heads_of
-from cbatch.runtime.gpu.decoder import FlatTokens, Hidden
+from cbatch.runtime.gpu.decoder import Hidden
+from cbatch.runtime.gpu.layers import FlatTokens
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelError
 from cbatch.runtime.transformers_backend import attention as attention_interface

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
-from cbatch.runtime.gpu.decoder import Decoder, FlatTokens, Hidden
+from cbatch.runtime.gpu.decoder import Decoder, Hidden
 from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, Device, aligned
 from cbatch.runtime.gpu.draft_pass import DraftPasses, HeadPasses
+from cbatch.runtime.gpu.layers import FlatTokens
 from cbatch.runtime.kv_cache import KVCache
 from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Noise, Requests, Rows
 from triton_kernels.slots.advance import NUM_FIELDS, advance

@@ -82,7 +82,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def plain(self) -> bool:
-        """True if our own pass computes the model on every device."""
+        """True if all layers are Llama's, so that ranks can share them and heads can draft."""
         rest = self.embedding_scale, self.head_bias, self.logit_scale, self.logit_softcap
         if self.recurrent:
             return False

@@ -290,10 +290,13 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
     if experts is not None and family.experts is None:
         problem = f"mixtures of experts are not supported in {family.name}; use a dense model"
         raise f.error("num_experts", problem, UnsupportedModelError)
-    needs_plain_weights = (
-        family.names or family.fused or family.experts or family.norm.get("has_bias")
-    )
-    if needs_plain_weights and f.get("quantization_config") is not None:
+    given = f.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    if family.stacked == "inputs" or method == "mxfp4":
+        needs_plain_weights = family.stacked != "inputs" or method != "mxfp4"
+    else:
+        needs_plain_weights = bool(family.stacked or family.fused or family.norm.get("has_bias"))
+    if needs_plain_weights and given is not None:
         problem = f"{family.name} is supported with unquantised weights only"
         raise f.error("quantization_config", problem, UnsupportedModelError)
     for field in family.unsupported:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.families import family_named
+from cbatch.runtime.model.families import Family, family_named
 from cbatch.runtime.model.gguf_file import GgufTensor
-from cbatch.runtime.model.records import Recurrence
+from cbatch.runtime.model.records import Experts, Recurrence
 from cbatch.runtime.model.weight_files import Safetensors, WeightSource
 
 _EXPERTS = "mlp.experts"
@@ -26,7 +28,7 @@ class FamilyWeights(WeightSource):
     """
 
     def __init__(self, files: WeightSource, config: ModelConfig) -> None:
-        self._files, self._family = files, family_named(config.family)
+        self._files, self._family, self._config = files, family_named(config.family), config
         m = config.attention
         q, k, v = m.heads * m.key_dim, m.kv_heads * m.key_dim, m.kv_heads * m.value_dim
         mixers = (each.mixer for each in config.layers)
@@ -46,7 +48,11 @@ class FamilyWeights(WeightSource):
         return self._files.unread()
 
     def blocks(self, name: str) -> GgufTensor | None:
-        return self._files.blocks(name)
+        """As in `WeightSource`; a layer's experts [experts, outputs, inputs] are one tensor."""
+        if _EXPERTS in name:
+            return self._expert_blocks(name)
+        module, _, kind = name.rpartition(".")
+        return self._files.blocks(f"{self._stored_name(module)}.{kind}")
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if _EXPERTS in name:
@@ -88,16 +94,40 @@ class FamilyWeights(WeightSource):
         if self._family.blocks and layer:  # the name begins with the number of a block
             block = self._first_blocks[int(layer[1])] + bool(layer[2])
             module = f"backbone.layers.{block}.{module.split('.', 3)[3]}"
-        for own_name, stored_name in self._family.names.items():
-            if module.endswith(own_name):
-                return module.removesuffix(own_name) + stored_name
-        return module
+        return stored_name(self._family, module)
+
+    def _expert_blocks(self, name: str) -> GgufTensor | None:
+        if self._family.stacked:
+            whole = self._files.blocks(name)
+            if whole is None or "gate_up_proj" not in name:
+                return whole
+            rows = whole.raw.reshape(*whole.shape[:2], -1)  # of gate and up, alternating
+            return whole._replace(raw=np.concatenate([rows[:, ::2], rows[:, 1::2]], 1).reshape(-1))
+        f = self._config.layers[int(name.split(".")[2])].feed_forward
+        assert isinstance(f, Experts)
+        parts: list[GgufTensor] = []
+        for one in itertools.chain(*self._expert_names(name, f.count)):
+            blocks = self._files.blocks(one)
+            if blocks is None or (parts and blocks.type != parts[0].type):
+                return None
+            parts.append(blocks)
+        rows_of_expert = sum(part.shape[0] for part in parts) // f.count
+        shape = f.count, rows_of_expert, parts[0].shape[1]
+        return GgufTensor(name, parts[0].type, shape, np.concatenate([part.raw for part in parts]))
+
+    def _expert_names(self, name: str, count: int) -> Iterator[list[str]]:
+        """Return the names of each expert's matrices, of those that `name` has stacked."""
+        experts = self._stored_name(name.partition(_EXPERTS)[0] + _EXPERTS)
+        parts = ("gate_proj", "up_proj") if "gate_up_proj" in name else ("down_proj",)
+        stored = [stored_name(self._family, part) for part in parts]
+        for expert in range(count):
+            yield [f"{experts}.{expert}.{part}.weight" for part in stored]
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
         files, whole = self._files, self._stored_name(name)
         has_whole = isinstance(files, Safetensors) and whole in files
         if self._family.stacked == "outputs" or (has_whole and not self._family.stacked):
-            return self._files.get(self._stored_name(name), shape)
+            return files.get(whole, shape)
         has_gates = "gate_up_proj" in name
         if self._family.stacked == "inputs":  # a matrix is [experts, inputs, outputs]
             tensor = self._files.get(name, (shape[0], *reversed(shape[1:])))
@@ -105,11 +135,18 @@ class FamilyWeights(WeightSource):
             if has_gates:  # the rows of gate and up alternate
                 return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
             return tensor
-        experts = self._stored_name(name.partition(_EXPERTS)[0] + _EXPERTS)
-        parts = ("gate_proj", "up_proj") if has_gates else ("down_proj",)
-        part_shape = shape[1] // len(parts), shape[2]
-        matrices = []
-        for expert in range(shape[0]):
-            names = [f"{experts}.{expert}.{self._stored_name(part)}.weight" for part in parts]
-            matrices.append(torch.cat([self._files.get(n, part_shape) for n in names]))
-        return torch.stack(matrices)
+        part_shape = shape[1] // (1 + has_gates), shape[2]
+        return torch.stack(
+            [
+                torch.cat([self._files.get(part, part_shape) for part in parts])
+                for parts in self._expert_names(name, shape[0])
+            ]
+        )
+
+
+def stored_name(family: Family, module: str) -> str:
+    """Return a checkpoint's name of a module."""
+    for own_name, stored in family.names.items():
+        if module.endswith(own_name):
+            return module.removesuffix(own_name) + stored
+    return module

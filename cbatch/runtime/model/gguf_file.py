@@ -85,7 +85,7 @@ _REMEDY = "pip install 'cbatch[models]'"
 
 class GgufTensor(NamedTuple):
     """A tensor as stored. `raw` holds the bytes of all rows, one after the other, in whole blocks;
-    `shape` is [rows, columns] as in torch."""
+    `shape` is [rows, columns] as in torch, or [experts, rows, columns]."""
 
     name: str
     type: BlockType
@@ -96,6 +96,11 @@ class GgufTensor(NamedTuple):
     def rows(self) -> NDArray[np.uint8]:
         """Return the bytes by row, uint8 [rows, bytes per row]."""
         return self.raw.reshape(self.shape[0], -1)
+
+    @property
+    def matrix(self) -> NDArray[np.uint8]:
+        """Return the bytes by row of the last two dimensions, all experts' rows after another."""
+        return self.raw.reshape(-1, self.shape[-1] // self.type.elements * self.type.bytes)
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         from cbatch.runtime.model.gguf_blocks import dequantised

@@ -9,7 +9,7 @@ _FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
 
 
 class Quantisation(NamedTuple):
-    method: str  # "compressed-tensors", "gptq", "awq" or "fp8"
+    method: str  # "compressed-tensors", "gptq", "awq", "fp8" or "mxfp4"
     zero_shift: int  # added to stored zero points
     block_rows: int | None  # fp8: rows and columns that share a scale
     block_columns: int | None
@@ -47,8 +47,8 @@ def parse_quantisation(given: Any, error: Callable[[str, str], Exception]) -> Qu
             if not numbers or len(size) != 2:
                 raise refused("weight_block_size", f"must be two numbers, got {size!r:.40}")
             rows, columns = size
-    else:
-        known = "compressed-tensors, gptq, awq, fp8; or use the unquantised weights"
+    elif method != "mxfp4":
+        known = "compressed-tensors, gptq, awq, fp8, mxfp4; or use the unquantised weights"
         raise refused("quant_method", f"{method!r:.40} is not supported; supported: {known}")
     shifted = method == "gptq" and given.get("checkpoint_format", "gptq") == "gptq"
     return Quantisation(method, int(shifted), rows, columns)

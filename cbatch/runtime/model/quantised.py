@@ -1,4 +1,4 @@
-"""Quantised weights of Hugging Face directories: compressed-tensors, GPTQ, AWQ and fp8.
+"""Quantised weights of Hugging Face directories: compressed-tensors, GPTQ, AWQ, fp8 and MXFP4.
 
 Weights are integers of 4 or 8 bits, with a scale and a zero point for each group of columns.
 Weights that equal a GGUF block type bit for bit are multiplied as GGUF blocks (`_as_blocks` names
@@ -15,14 +15,18 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig, ModelError
+from cbatch.runtime.model.families import family_named
+from cbatch.runtime.model.family_weights import stored_name
 from cbatch.runtime.model.gguf_file import TYPES, GgufTensor
 from cbatch.runtime.model.quantisation import Quantisation
+from cbatch.runtime.model.records import Experts
 from cbatch.runtime.model.weight_files import Safetensors, WeightSource
 
 _BLOCK_TYPES = {each.name: each for each in TYPES.values()}
 _BLOCK = 32  # columns of a block
 AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of columns 0 .. 7 in a 32-bit word
 _FP8 = "F8_E4M3"  # the name of the dtype in safetensors files
+_MXFP4 = "_blocks"  # the ending of codes, which have no other quantised form
 _MAIN = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 
 
@@ -71,6 +75,10 @@ class QuantisedWeights(WeightSource):
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         module, _, kind = name.rpartition(".")
+        if f"{name}{_MXFP4}" in self._files:  # the family stores it as [experts, inputs, outputs]
+            experts, columns, out = shape
+            stored = self._mxfp4(name, (experts, out, columns))
+            return stored.dequantised(self._dtype).transpose(1, 2)
         if kind != "weight" or len(shape) != 2:
             return self._files.get(name, shape)
         if self._main(module) in self._files:
@@ -81,6 +89,8 @@ class QuantisedWeights(WeightSource):
 
     def blocks(self, name: str) -> GgufTensor | None:
         module = name.removesuffix(".weight")
+        if self._as_stored and f"{name}{_MXFP4}" in self._files:
+            return self._mxfp4(name, self._shapes[name])
         if not self._as_stored or name not in self._shapes or self._main(module) not in self._files:
             return None
         return _as_blocks(name, self._codes(module, *self._shapes[name]))
@@ -91,6 +101,22 @@ class QuantisedWeights(WeightSource):
 
     def _error(self, name: str, problem: str) -> ModelError:
         return ModelError(f"{self._files.directory}: tensor {name}: {problem}")
+
+    def _mxfp4(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        """Read `_blocks`, whose bytes have two adjacent columns, and `_scales`, the exponents plus
+        127. In a GGUF block, a byte has columns i and i + 16."""
+        codes, scales = (self._files.read(f"{name}{each}") for each in (_MXFP4, "_scales"))
+        groups = *shape[:-1], shape[-1] // _BLOCK
+        for read, expected in ((codes, (*groups, _BLOCK // 2)), (scales, groups)):
+            if tuple(read.shape) != expected or read.dtype != torch.uint8:
+                problem = f"{read.dtype} {list(read.shape)} is not uint8 {list(expected)}"
+                raise self._error(name, problem)
+        halves = codes.unflatten(-1, (2, -1))  # the bytes of columns 0 to 15, and of the others
+        even = (halves[..., 0, :] & 15) | (halves[..., 1, :] & 15) << 4
+        odd = halves[..., 0, :] >> 4 | halves[..., 1, :] & 240
+        body = torch.stack([even, odd], dim=-1).flatten(-2)
+        raw: np.ndarray = torch.cat([scales.unsqueeze(-1), body], dim=-1).flatten().numpy()
+        return GgufTensor(name, _BLOCK_TYPES["MXFP4"], shape, raw)
 
     def _codes(self, module: str, out: int, columns: int) -> Codes:
         if self._quantisation.method == "compressed-tensors":
@@ -240,21 +266,30 @@ def _as_blocks(name: str, matrix: Codes) -> GgufTensor | None:
     return GgufTensor(name, kind, (out, columns), raw)
 
 
-def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, int]]]:
-    hidden, inner, m = c.hidden_size, c.widest_inner, c.attention
+def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the checkpoint's names of matrices, or of stacked experts, and our shapes."""
+    hidden, m, family = c.hidden_size, c.attention, family_named(c.family)
     q, kv = m.heads * m.key_dim, m.kv_heads * m.key_dim
-    shapes = {
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    layers = [
-        (f"model.layers.{i}.{name}.weight", shape)
-        for i in range(c.num_layers)
-        for name, shape in shapes.items()
-    ]
-    return [*layers, ("lm_head.weight", (c.vocab_size, hidden))]
+    matrices: list[tuple[str, tuple[int, ...]]] = [("lm_head.weight", (c.vocab_size, hidden))]
+
+    def add(place: str, **shapes: tuple[int, int]) -> None:
+        for name, shape in shapes.items():
+            matrices.append((f"{stored_name(family, f'{place}.{name}_proj')}.weight", shape))
+
+    def add_forward(place: str, inner: int) -> None:
+        add(place, gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
+
+    for i, layer in enumerate(c.layers):
+        name, f = f"model.layers.{i}", layer.feed_forward
+        add(f"{name}.self_attn", q=(q, hidden), k=(kv, hidden), v=(kv, hidden), o=(hidden, q))
+        if not isinstance(f, Experts):
+            add_forward(f"{name}.mlp", 0 if f is None else f.inner)
+            continue
+        experts = stored_name(family, f"{name}.mlp.experts")
+        for expert in range(0 if family.stacked else f.count):
+            add_forward(f"{experts}.{expert}", f.inner)
+        if f.shared:
+            add_forward(f"{name}.mlp.shared_expert", f.shared * f.inner)
+        matrices.append((f"{name}.mlp.experts.gate_up_proj", (f.count, 2 * f.inner, hidden)))
+        matrices.append((f"{name}.mlp.experts.down_proj", (f.count, hidden, f.inner)))
+    return matrices

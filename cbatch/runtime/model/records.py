@@ -237,7 +237,7 @@ class PairInput(msgspec.Struct, frozen=True):
 
 
 def is_llama_like(layer: LayerRecord) -> bool:
-    """Return whether every device computes this layer: pre-norms, and a gated feed-forward."""
+    """Return whether a layer is one of Llama's: pre-norms, and a gated feed-forward."""
     m, f = layer.mixer, layer.feed_forward
     if not isinstance(m, Attention) or not isinstance(f, FeedForward):
         return False

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu import attention as attend
-from cbatch.runtime.gpu import decoder, heads, modelling
 from cbatch.runtime.gpu import draft_pass as drafting
+from cbatch.runtime.gpu import heads, layers, modelling, products
 from cbatch.runtime.gpu import target_pass as verifying
 from tests.gpu_proofs.interpreted.stream import Stream, as_queued
 from tests.triton_kernels.interpreter.batches import overlaid
@@ -22,9 +22,9 @@ from tests.triton_kernels.sampling_reference import (
     verify_reference,
 )
 from triton_kernels.attention import WorkList, attention_reference
-from triton_kernels.layers.activation import silu_mul_reference
+from triton_kernels.layers.activation import activate_reference
 from triton_kernels.layers.kv_write import kv_write_reference
-from triton_kernels.layers.norm import rms_norm_reference
+from triton_kernels.layers.norm import norm_rows_reference
 from triton_kernels.sampling.inputs import (
     GREEDY,
     Distributions,
@@ -53,6 +53,7 @@ def use_references(stream: Stream, patch: pytest.MonkeyPatch) -> None:
         scale: float,
         first_key: int,
         soft_cap: float | None,
+        sinks: Tensor | None,
         k_scale: float,
         v_scale: float,
         num_programs: int,
@@ -60,7 +61,7 @@ def use_references(stream: Stream, patch: pytest.MonkeyPatch) -> None:
         starts, contexts = planned[id(work.items)]
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         shape: Any = {"scale": scale, "soft_cap": soft_cap, "window": work.window}
-        shape["first_key"] = first_key
+        shape |= {"first_key": first_key, "sinks": sinks}
         result = attention_reference(
             q, k_pages, v_pages, tables, starts, contexts, **shape, **scales
         )
@@ -71,11 +72,11 @@ def use_references(stream: Stream, patch: pytest.MonkeyPatch) -> None:
     for module, name, reference, result in (
         (attend, "plan", plan, _nothing),
         (attend, "attention", attention, _nothing),
-        (decoder, "kv_write", kv_write_reference, _nothing),
+        (layers, "kv_write", kv_write_reference, _nothing),
         (modelling, "kv_write", kv_write_reference, _nothing),
-        (decoder, "rms_norm", rms_norm_reference, _like),
-        (decoder, "silu_mul", silu_mul_reference, _half),
-        (heads, "rms_norm", rms_norm_reference, _like),
+        (products, "norm_rows", norm_rows_reference, _like),
+        (layers, "activate", activate_reference, _half),
+        (heads, "norm_rows", norm_rows_reference, _like),
         (drafting, "draw", _draw, _nothing),
         (verifying, "verify_logits", _verify, _verdict),
     ):
@@ -95,8 +96,8 @@ def _like(x: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(x)
 
 
-def _half(gate_up: Tensor, **_: object) -> Tensor:
-    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+def _half(rows: Tensor, *_: object, gated: bool, **__: object) -> Tensor:
+    return rows.new_empty(len(rows), rows.shape[1] // (1 + gated))
 
 
 def _verdict(batch: Any, starts: Tensor, *_: object, **__: object) -> VerifyOutput:

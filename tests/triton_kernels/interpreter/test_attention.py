@@ -61,6 +61,18 @@ def test_window(window: int) -> None:
     assert error(expected, step.reference(window=window + 1)) != 0
 
 
+@pytest.mark.parametrize("balanced", [None, 12])
+def test_sinks(balanced: int | None) -> None:
+    """Each head's sink is counted once, however many parts a result has."""
+    step, room = Step.make(MIXED, SMALL, seed=3), balanced_partials(12, SMALL)
+    work = step.work(split_tokens=16, max_partials=room, balanced=balanced)
+    sinks = torch.tensor([1.5, -2.0])
+    expected = step.reference(sinks=sinks)
+    assert error(step.run(work, sinks=sinks), expected) < TOLERANCE[torch.float32]
+    assert (work.items[: int(work.num_items), kernel.PARTS.value] > 1).any()
+    assert error(step.reference(), expected) > 0.1
+
+
 @pytest.mark.parametrize("first_key, rows", [(1, 128), (17, 16)])
 def test_keys_before_the_first(first_key: int, rows: int) -> None:
     """Keys before the first are not seen by any query; a query that sees no other key attends to

@@ -68,26 +68,28 @@ def differ(actual: Write, expected: Write, tolerance: float) -> bool:
     )
 
 
-def weight_of(group: int, head_dim: int) -> Tensor:
-    return torch.rand(group + 1, head_dim, generator=torch.Generator().manual_seed(1)) + 0.5
+def weight_of(group: int, head_dim: int, *, whole: bool = False) -> Tensor:
+    shape = (*(KV_HEADS,) * whole, group + 1, head_dim)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
 
 
 @pytest.mark.parametrize(
     "group, head_dim, page_tokens, dtype, norm",
     [
-        (1, 64, 16, torch.float32, False),
-        (2, 16, 32, torch.bfloat16, True),
-        (7, 16, 64, torch.float16, True),
-        (3, 48, 128, torch.float32, True),
-        (3, 48, 16, torch.bfloat16, False),
-        (1, 16, 32, torch.float16, False),
+        (1, 64, 16, torch.float32, ""),
+        (2, 16, 32, torch.bfloat16, "heads"),
+        (7, 16, 64, torch.float16, "heads"),
+        (3, 48, 128, torch.float32, "heads"),
+        (3, 48, 16, torch.bfloat16, ""),
+        (1, 16, 32, torch.float16, ""),
+        (3, 48, 16, torch.float32, "whole"),
     ],
 )
 def test_against_the_reference(
-    group: int, head_dim: int, dtype: torch.dtype, page_tokens: int, norm: bool
+    group: int, head_dim: int, dtype: torch.dtype, page_tokens: int, norm: str
 ) -> None:
     write = Write.make(group=group, head_dim=head_dim, dtype=dtype, page_tokens=page_tokens)
-    weight = weight_of(group, head_dim) if norm else None
+    weight = weight_of(group, head_dim, whole=norm == "whole") if norm else None
     by_kernel, expected = write.both(qk_weight=weight)
     assert not differ(by_kernel, expected, TOLERANCE[dtype])
     assert differ(by_kernel, write, TOLERANCE[dtype])
@@ -108,16 +110,17 @@ def test_fp8_is_bounded(kv_dtype: torch.dtype, dtype: torch.dtype, page_tokens: 
     assert stored[~stored.isnan()].abs().max() == torch.finfo(kv_dtype).max
 
 
-def test_bits_of_a_row_are_its_own() -> None:
-    write = Write.make()
-    together, _ = write.both(qk_weight=weight_of(2, 16))
+@pytest.mark.parametrize("whole", [False, True])
+def test_bits_of_a_row_are_its_own(whole: bool) -> None:
+    write, weight = Write.make(), weight_of(2, 16, whole=whole)
+    together, _ = write.both(qk_weight=weight)
     for row in range(TOKENS):
         alone = write._replace(
             fused=write.fused[row : row + 1],
             positions=write.positions[row : row + 1],
             slots=write.slots[row : row + 1],
         )
-        by_kernel, _ = alone.both(qk_weight=weight_of(2, 16))
+        by_kernel, _ = alone.both(qk_weight=weight)
         assert torch.equal(by_kernel.fused[0], together.fused[row])
         slot = int(write.slots[row])
         if slot >= 0:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from cbatch.runtime.gpu.decoder import Decoder, QuantisedDense
+from cbatch.runtime.gpu.decoder import Decoder
+from cbatch.runtime.gpu.products import QuantisedDense
 from cbatch.runtime.model.gguf_file import GgufTensor
 from tests.runtime.blocks import stored, stored_matrix
 from tests.runtime.engines import NoisyWeights, tiny_config
@@ -59,11 +62,19 @@ def test_what_it_does_not_take_is_none() -> None:
     assert pack("Q8_0", torch.zeros(2, 3 * 34, dtype=torch.uint8)) is None  # 96 columns
 
 
-CONFIG = tiny_config(hidden_size=64, head_dim=16, intermediate_size=128, num_hidden_layers=1)
+SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 1}
+CONFIG = tiny_config(**SHAPE)
+
+
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
 
 
 class Stored(NoisyWeights):
     def blocks(self, name: str) -> GgufTensor | None:
+        if name.endswith("experts.gate_up_proj"):
+            return stored("MXFP4", 3 * 256, 64)._replace(shape=(3, 256, 64))
+        if name.endswith("experts.down_proj"):
+            return stored("Q8_0", 3 * 64, 128)._replace(shape=(3, 64, 128))
         return stored_matrix(CONFIG, name)
 
 
@@ -72,18 +83,23 @@ class Widened(Stored):
         return None
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        blocks = super().blocks(name) if name.endswith("proj.weight") else None
+        blocks = super().blocks(name)
         return super().get(name, shape) if blocks is None else blocks.dequantised(torch.float32)
 
 
-def test_a_decoder_multiplies_with_what_is_stored(device: torch.device) -> None:
-    made = [Decoder(CONFIG, source(1), torch.float32, device) for source in (Stored, Widened)]
-    quantised_, wide = made
-    taken = 0
-    for mine, wide_layer in zip(quantised_.layers, wide.layers, strict=True):
-        for product, plain in zip(mine.products(), wide_layer.products(), strict=True):
-            if isinstance(product, QuantisedDense):
-                taken += 1
-                assert torch.equal(dequantise(product.packed), plain.weight)
-    assert taken == 4 * len(wide.layers)
-    assert wide.matrix_bytes is None and quantised_.matrix_bytes is not None
+@pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "experts"])
+def test_a_decoder_multiplies_with_what_is_stored(
+    fields: dict[str, Any], device: torch.device
+) -> None:
+    config = tiny_config(**SHAPE, **fields)
+    made = [Decoder(config, source(1), torch.float32, device) for source in (Stored, Widened)]
+    stored_, wide = (
+        [weight for layer in each.layers for p in layer.products() for weight in p.weights]
+        for each in made
+    )
+    quantised_ = [isinstance(weight, Packed) for weight in stored_]
+    # qkv and out; gate_up and down, before which experts have the router
+    assert quantised_ == [True, True, *([False] if fields else []), True, True]
+    for mine, plain in zip(stored_, wide, strict=True):
+        assert torch.equal(dequantise(mine) if isinstance(mine, Packed) else mine, plain)
+    assert made[0].matrix_bytes is not None and made[1].matrix_bytes is None
