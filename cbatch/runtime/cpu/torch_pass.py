@@ -249,13 +249,14 @@ def _xielu(x: Tensor, factors: Tensor) -> Tensor:
 
 
 def _activated(f: FeedForward | Experts, gate_up: Tensor, xielu: Tensor | None = None) -> Tensor:
+    if isinstance(f, Experts) and f.activation == "clamped":
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=f.limit), up.clamp(-f.limit, f.limit)
+        return gate * torch.sigmoid(f.alpha * gate) * (up + 1)
     act = _ACTIVATIONS[f.activation] if xielu is None else partial(_xielu, factors=xielu)
     if isinstance(f, FeedForward) and not f.gated:
         return act(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    if isinstance(f, Experts) and f.activation == "clamped":
-        gate, up = gate.clamp(max=f.limit), up.clamp(-f.limit, f.limit)
-        return gate * torch.sigmoid(f.alpha * gate) * (up + 1)
     return act(gate) * up
 
 
