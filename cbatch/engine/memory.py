@@ -34,6 +34,8 @@ def cache_sizes(models: LoadedModels, options: EngineOptions, largest: LargestSt
     page_bytes, slot_bytes = models.state_bytes(largest.block_size, largest.max_drafts)
     num_pages, interval, caches = 0, 1, options.enable_prefix_caching
     if page_bytes:
+        # Without attention a block has no bytes; this is then the share that limits their number.
+        block_bytes = block_bytes or page_bytes / _MAX_INTERVAL
         interval = min(max(int(page_bytes / block_bytes), _MIN_INTERVAL), _MAX_INTERVAL)
         interval = options.state_interval or interval
         overlaps = options.overlap == 1

@@ -231,6 +231,9 @@ def _own_impl(path: Path, options: EngineOptions, *, draft: bool) -> Impl:
     problem = backend.why_not_compiled(config, options.tensor_parallel_size)
     if problem is None:
         return "compiled"
+    if config.recurrent:  # which transformers' code cannot serve either
+        remedy = "use device cpu and one rank"
+        raise ModelError(f"{path}: recurrent layers: {config.family} {problem}; {remedy}")
     raise UnsupportedModelError(f"{path}: {config.family} {problem}")
 
 

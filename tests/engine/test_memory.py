@@ -16,11 +16,12 @@ BLOCK, PAGE, SLOT = 1000, 40_000, 3000  # bytes
 
 
 class Models:
-    def __init__(self, memory_bytes: int, page_bytes: int) -> None:
+    def __init__(self, memory_bytes: int, page_bytes: int, block_bytes: int) -> None:
         self._memory_bytes, self._page_bytes = memory_bytes, page_bytes
+        self._block_bytes = block_bytes
 
     def kv_block_bytes(self, block_size: int) -> int:
-        return BLOCK
+        return self._block_bytes
 
     def state_bytes(self, block_size: int, max_drafts: int) -> tuple[int, int]:
         return (self._page_bytes, SLOT) if self._page_bytes else (0, 0)
@@ -30,12 +31,18 @@ class Models:
 
 
 def sizes(
-    monkeypatch: pytest.MonkeyPatch, memory_bytes: int, *, page_bytes: int = PAGE, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    memory_bytes: int,
+    *,
+    page_bytes: int = PAGE,
+    block_bytes: int = BLOCK,
+    **options: Any,
 ) -> CacheSizes:
     monkeypatch.setattr(memory, "total_weight_bytes", lambda _: 0)
     given = EngineOptions(max_num_seqs=8, **options)
     largest = LargestStep(8, 1600, 1024, 16, max_drafts=8)
-    return cache_sizes(cast("LoadedModels", Models(memory_bytes, page_bytes)), given, largest)
+    models = Models(memory_bytes, page_bytes, block_bytes)
+    return cache_sizes(cast("LoadedModels", models), given, largest)
 
 
 def test_pages_and_blocks_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +60,10 @@ def test_pages_and_blocks_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes(monkeypatch, 10**8, enable_prefix_caching=False).num_state_pages == 8 * 2
     assert sizes(monkeypatch, 10**8, page_bytes=5).state_interval == 8
     assert sizes(monkeypatch, 10**8, page_bytes=0) == CacheSizes(800, 0, 1)
+    # Layers without attention: blocks have no bytes, and yet their number is limited.
+    assert sizes(monkeypatch, 10**8, block_bytes=0) == CacheSizes(800, 8 * 3 + 4, 256)
+    bare = sizes(monkeypatch, 0, block_bytes=0, kv_cache_memory_bytes=10**7)
+    assert 800 < bare.num_blocks < 256 * 10**7 / PAGE
 
 
 def test_given_sizes_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.llm import Completion
+from cbatch.runtime.model.config import ModelError
 from tests.test_llm import HYBRIDS, write_model
 
 
@@ -86,6 +87,20 @@ def test_a_second_turn_computes_its_new_tokens(
         conversation += [5 + turn, 6, 7]
 
 
-def test_options_of_states_are_refused_without_recurrent_layers(models: dict[str, Path]) -> None:
-    with pytest.raises(FieldError, match="state_interval: would be ignored"):
-        make(models, "llama", state_interval=4)
+@pytest.mark.parametrize(
+    ("family", "options", "problem"),
+    [
+        ("llama", {"state_interval": 4}, "state_interval: would be ignored"),
+        ("llama", {"draft": "lfm2"}, "draft: .*recurrent layers are not supported in a draft"),
+        ("lfm2", {"device": "cuda"}, r"lfm2 \(recurrence\) is not supported on a GPU; use device"),
+        ("lfm2", {"tensor_parallel_size": 2}, "cannot be sharded over ranks; use device cpu and"),
+        ("lfm2", {"num_state_pages": 1}, "num_state_pages: 1 cannot hold .*; give 2 or more"),
+    ],
+)
+def test_refusals(
+    models: dict[str, Path], family: str, options: dict[str, Any], problem: str
+) -> None:
+    if "draft" in options:
+        options = {"draft": models[options["draft"]]}
+    with pytest.raises((FieldError, ModelError), match=problem):
+        make(models, family, **options)
