@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,9 @@ from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.request import MODEL, Request
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import NewSequence
+from cbatch.core.scheduler.slot_pages import pages_per_slot
 from cbatch.engine.core import EngineCore
+from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.verify import RowsToVerify, verify
@@ -105,7 +108,9 @@ class _Texts:
         drafter.bind(self._table, SLOTS * self._width)
         if target is not None:
             sizes = SLOTS * self._width, config.block_size
-            self._kv = KVCache(target.config, *sizes, target.dtype, target.device)
+            self._num_pages = pages_per_slot(k, config.block_size)  # of a slot
+            states = {"num_pages": SLOTS * self._num_pages, "num_slots": SLOTS, "max_drafts": k}
+            self._kv = KVCache(target.config, *sizes, target.dtype, target.device, **states)
             target.keep_hidden(drafter.hidden_layers)
 
     def draft(self, outputs: list[Output]) -> None:
@@ -207,6 +212,8 @@ class _Texts:
         `valid` positions of each row."""
         assert self._target is not None
         batch = self._table.ragged(slots, starts, query_lens, num_logits)
+        if self._kv.state is not None:
+            batch = self._with_states(batch, slots)
         hidden = self._target.allocate_hidden(len(batch.tokens))
         logits = self._target.forward(batch, self._kv, hidden)
         if hidden is not None:
@@ -214,3 +221,12 @@ class _Texts:
             kept = torch.from_numpy(hidden.numpy()[iota(int(valid.sum())) + skipped.repeat(valid)])
             self._drafter.read_states(StepStates(slots, starts, valid, kept))
         return logits
+
+    def _with_states(self, batch: RaggedBatch, slots: I64) -> RaggedBatch:
+        """Add the pages of the last block boundaries of each row, which take turns."""
+        ends, count = batch.context_lens // self._config.block_size, self._num_pages
+        boundaries = iota(int(ends.max()) + 1)
+        kept = (boundaries <= ends[:, None]) & (boundaries > ends[:, None] - count)
+        pages = np.where(kept, slots[:, None] * count + boundaries % count, -1)
+        tables, rows = pages.astype(np.int32), slots.astype(np.int32)
+        return replace(batch, state_tables=tables, state_slots=rows)
