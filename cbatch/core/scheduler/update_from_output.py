@@ -39,7 +39,7 @@ def update_from_output(state: SchedulerState, result: StepResult, now_s: float) 
         _taint_cancelled(state, planned, result)
     elapsed_s = None if last_s is None else now_s - last_s
     step = CommittedStep(state.table, planned, result, elapsed_s)
-    step.is_steady = not state.in_flight or _are_alike(planned, state.in_flight[0])
+    step.is_steady = not state.in_flight or _have_same_kind(planned, state.in_flight[0])
     may_end = _may_end(state, planned)
 
     _append_tokens(state, step)
@@ -76,7 +76,7 @@ def update_from_output(state: SchedulerState, result: StepResult, now_s: float) 
     return _report(state, step)
 
 
-def _are_alike(step: InFlightStep, other: InFlightStep) -> bool:
+def _have_same_kind(step: InFlightStep, other: InFlightStep) -> bool:
     """Return whether both steps have drafts or neither, and the same for chunks."""
     a, b = step.tokens, other.tokens
     return (a.total_drafts > 0, a.num_chunks > 0) == (b.total_drafts > 0, b.num_chunks > 0)
