@@ -113,8 +113,8 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
     def _stored_experts(
         self, mlp: str, experts: Experts, outputs: list[int]
     ) -> list[list[Blocks]] | None:
-        """Return each expert's matrices as stored, gate_up and down; None if unsupported. Shared
-        experts are widened, since they may be of another type."""
+        """Return each expert's matrices as stored, gate_up and down; None if unsupported. With
+        shared experts all are widened, since the shared ones may be of another type."""
         names = [f"{mlp}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
         stored = None if experts.shared else self._blocks(names)
         if stored is None:
