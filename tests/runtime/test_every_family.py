@@ -346,6 +346,8 @@ def test_what_a_gpu_does_not_interpret_is_named(
     assert unsupported_on_gpu(config.with_mixers(value_dim=6)) == "values narrower than keys"
     clamped = config.with_feed_forwards(activation="clamped")
     assert unsupported_on_gpu(clamped) == "the activation clamped"
+    bare = structs.replace(config, layers=(structs.replace(config.layers[0], feed_forward=None),))
+    assert unsupported_on_gpu(bare) == "a layer without a feed-forward"
     apart = structs.replace(config.layers[0].mixer, kv_heads=1)
     layers = config.layers[0], structs.replace(config.layers[0], mixer=apart)
     mixed = structs.replace(config, layers=layers)

@@ -18,7 +18,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.executor import RowError
-from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
+from cbatch.core.scheduler.plan import Deltas, NewSequence, RowStatus, StepPlan
 from cbatch.engine.build import scheduler_config
 from cbatch.engine.model_files import backend_of
 from cbatch.engine.options import EngineOptions
@@ -29,7 +29,7 @@ from cbatch.runtime.gpu.attention import Tuning
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import bucket, ladder
 from cbatch.runtime.gpu.executor import GpuExecutor
-from cbatch.runtime.gpu.host_drafts import LookupSettings
+from cbatch.runtime.gpu.host_drafts import KnownTokens, LookupSettings
 from cbatch.runtime.gpu.loaded import GpuModels
 from cbatch.runtime.gpu.memory import check_pool, kv_dtype_of
 from cbatch.runtime.gpu.slots import neutral, shapes_logits, sparse_of
@@ -38,6 +38,7 @@ from tests.helpers import make_request
 from tests.runtime import engines
 from tests.runtime.engines import NoisyWeights, tiny_config, tiny_model
 from triton_kernels.attention import Heads
+from triton_kernels.slots import advance as fields
 
 I32 = np.int32
 NONE = np.zeros(0, dtype=I32)
@@ -171,6 +172,17 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         executor(lookups=lookups, max_drafts=2).submit(plan(structured))
     with pytest.raises(RuntimeError, match="no step was submitted"):
         executor().wait()
+
+
+def test_a_dead_end_ends_its_own_sequence_only() -> None:
+    """The slot of a pending step's sequence may have another one by now."""
+    known = KnownTokens(2, 16, 128, None)
+    known.admit(admission())
+    for generation, status in ((0, 0), (1, RowStatus.NO_TOKEN)):
+        rows = np.zeros((2, fields.NUM_FIELDS), dtype=I32)
+        rows[:, fields.EMITTED] = 1
+        known.end_dead_ends(plan(generation=generation), {0: 0}, rows)
+        assert known.failed[0] == rows[0, fields.STATUS] == status
 
 
 def test_block_sizes_that_a_gpu_does_not_serve() -> None:

@@ -45,7 +45,9 @@ class ExpertsForward:
     ) -> None:
         self._record, self._router, self._shared = record, router, shared
         self._gate_up, self._down = gate_up, down
-        self._tiles = [GroupedTile.of(router.weight.dtype, each.weight) for each in (gate_up, down)]
+        tiles = [GroupedTile.of(router.weight.dtype, each.weight) for each in (gate_up, down)]
+        rows = min(tile.rows for tile in tiles)  # both products use the same sorted pairs
+        self._tiles = [tile._replace(rows=rows) for tile in tiles]
         self._gate = ExpertGate(record.activation, record.limit, record.alpha)
 
     @property

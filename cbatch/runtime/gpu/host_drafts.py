@@ -104,11 +104,11 @@ class KnownTokens(InputBatch):
     def end_dead_ends(self, plan: StepPlan, dead_ends: dict[int, int], rows: np.ndarray) -> None:
         """Correct the result `rows` (one per slot) of a step: a sequence that reached a dead end
         has emitted nothing, in this step and in later ones."""
-        for slot, depth in dead_ends.items():
-            if rows[slot, fields.EMITTED] and rows[slot, fields.ACCEPTED] >= depth:
+        current = plan.slots[self.generation[plan.slots] == plan.generations]
+        for slot in dead_ends.keys() & current.tolist():
+            if rows[slot, fields.EMITTED] and rows[slot, fields.ACCEPTED] >= dead_ends[slot]:
                 self.failed[slot] = RowStatus.NO_TOKEN
-        at = (self.generation[plan.slots] == plan.generations) & (self.failed[plan.slots] > 0)
-        for slot in plan.slots[at].tolist():
+        for slot in current[self.failed[current] > 0].tolist():
             rows[slot, fields.STATUS] = RowStatus.NO_TOKEN
             rows[slot, [fields.ACCEPTED, fields.EMITTED]] = 0
 

@@ -171,7 +171,7 @@ def lower(index: int, layer: Layer[Any]) -> DecoderLayer:
         gate_up, down, shared = layer.experts
         if shared is not None:
             dense = FeedForward(inner=f.shared * f.inner, activation=f.activation)
-            shared = DenseForward(dense, **shared)
+            shared = DenseForward(dense, shared["gate_up"], shared["down"])
         forward = ExpertsForward(f, layer.gate_up, gate_up, down, shared)
     else:
         assert f is not None

@@ -104,7 +104,7 @@ class ProductBuilder(LayerBuilder[Any]):
             if packed is None:
                 return None
             parts.append(packed)
-        if len({packed.codes.dtype for packed in parts}) > 1:
+        if len({(packed.codes.dtype, packed.scales.dtype) for packed in parts}) > 1:
             return None
         if any(packed.offsets is not None for packed in parts):
             parts = [

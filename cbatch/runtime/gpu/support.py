@@ -31,15 +31,17 @@ def unsupported_on_gpu(config: ModelConfig) -> str | None:
     """Return what of a model's records a GPU does not compute; None if it computes all."""
     for layer in config.layers:
         m, f = layer.mixer, layer.feed_forward
-        problem = _uninterpreted(m) or _uninterpreted(f)
+        problem = _uninterpreted(m)
+        if problem is None:
+            problem = "a layer without a feed-forward" if f is None else _uninterpreted(f)
         if problem is not None:
             return problem
-        assert isinstance(m, Attention)
+        assert isinstance(m, Attention) and f is not None
         if m.key_dim != m.value_dim:
             return "values narrower than keys"
         clamped = isinstance(f, Experts) and f.activation == "clamped"
-        if f is None or (f.activation not in _ACTIVATIONS and not clamped):
-            return f"the activation {f and f.activation}"
+        if f.activation not in _ACTIVATIONS and not clamped:
+            return f"the activation {f.activation}"
         if layer.parallel and m.norm != f.norm:
             return "parallel branches with different norms"
     mixers = [each.mixer for each in config.layers if isinstance(each.mixer, Attention)]

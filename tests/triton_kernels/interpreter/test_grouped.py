@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cbatch.runtime.gpu.experts import ExpertsForward
+from cbatch.runtime.gpu.products import InvariantDense
+from cbatch.runtime.model.records import Experts
 from tests.triton_kernels.interpreter.test_quantised import packed
 from triton_kernels.products.dense import keeps_bits
 from triton_kernels.products.grouped import (
@@ -118,6 +121,22 @@ def test_rows_keep_their_bits(kind: str) -> None:
         return combine(grouped(inner, down, pairs, EXPERTS, tile), weights)
 
     assert keeps_bits(product, noise(70, 64).to(BF16))
+
+
+@pytest.mark.parametrize("kinds", [("Q4_0", "dense"), ("dense", "Q4_0")])
+def test_products_of_different_kinds_share_their_pairs(kinds: tuple[str, str]) -> None:
+    """In fp32 a stored matrix has larger tiles than a plain one; most rows choose one expert."""
+    gate_up, down = (
+        matrices(k, *n, False, FP32) for k, n in zip(kinds, [(128, 64), (64, 64)], strict=True)
+    )
+    record = Experts(count=EXPERTS, chosen=1, inner=64)
+    router = InvariantDense(noise(EXPERTS, 64, seed=5), torch.tensor([90.0, 0, 0, 0, 0]))
+    x = noise(70, 64)
+    y = ExpertsForward(record, router, gate_up, down)(x)
+    chosen = torch.zeros(70, 1, dtype=torch.int32)
+    inner = grouped_reference(x, gate_up, chosen, EXPERTS, ExpertGate("silu"))
+    expected = grouped_reference(inner, down, chosen, EXPERTS)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_results_are_summed_with_the_shared_expert() -> None:

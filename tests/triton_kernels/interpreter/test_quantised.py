@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.products import QuantisedDense
+from cbatch.runtime.gpu.products import ProductBuilder, QuantisedDense
 from cbatch.runtime.model.gguf_file import GgufTensor
 from tests.runtime.blocks import stored, stored_matrix
 from tests.runtime.engines import NoisyWeights, tiny_config
@@ -103,3 +103,14 @@ def test_a_decoder_multiplies_with_what_is_stored(
     for mine, plain in zip(stored_, wide, strict=True):
         assert torch.equal(dequantise(mine) if isinstance(mine, Packed) else mine, plain)
     assert made[0].matrix_bytes is not None and made[1].matrix_bytes is None
+
+
+def test_formats_that_no_product_joins_are_widened(device: torch.device) -> None:
+    class Mixed(NoisyWeights):
+        def blocks(self, name: str) -> GgufTensor | None:
+            return stored("MXFP4" if "up_proj" in name else "Q4_0", 128, 64)
+
+    builder = ProductBuilder(CONFIG, Mixed(1), torch.float32, device, "fast")
+    gate, up = (f"model.layers.0.mlp.{half}_proj.weight" for half in ("gate", "up"))
+    assert builder._packed([gate, up]) is None
+    assert builder._packed([up, up]) is not None
