@@ -96,9 +96,9 @@ def converted(folder: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, 
     }
     kinds = {name: F32 if "ffn_gate_inp" in name else kind for name in tensors}  # routers
     stored_of = {name: stored(tensor, kinds[name]) for name, tensor in tensors.items()}
-    for name, each in stored_of.items():
-        if each.shape[0] == 1:  # llama.cpp's quantiser drops such dimensions
-            stored_of[name] = each._replace(shape=each.shape[1:])
+    for name, wide in stored_of.items():
+        if wide.shape[0] == 1:  # llama.cpp's quantiser drops such dimensions
+            stored_of[name] = wide._replace(shape=wide.shape[1:])
     return metadata, stored_of
 
 
