@@ -95,7 +95,11 @@ def converted(folder: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, 
         "tokenizer.ggml.eos_token_id": c["eos_token_id"],
     }
     kinds = {name: F32 if "ffn_gate_inp" in name else kind for name in tensors}  # routers
-    return metadata, {name: stored(tensor, kinds[name]) for name, tensor in tensors.items()}
+    stored_of = {name: stored(tensor, kinds[name]) for name, tensor in tensors.items()}
+    for name, wide in stored_of.items():
+        if wide.shape[0] == 1:  # llama.cpp's quantiser drops such dimensions
+            stored_of[name] = wide._replace(shape=wide.shape[1:])
+    return metadata, stored_of
 
 
 def _windows(c: dict[str, Any], arch: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 from pathlib import Path
@@ -106,9 +107,13 @@ def test_types_that_are_widened(
     megabytes = [wide.numel() * bits / 8e6 for bits in (3.4375, 32)]
     expected = "1 tensors of IQ3_S are widened while loading: {:.1f} MB become {:.1f} MB"
     assert expected.format(*megabytes) in caplog.text
-    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=rf"tensor {name}: type IQ3_S needs the package gguf: pip"):
-        gguf_file.read_parts(both[0])
+    problem = rf"tensor {name}: type IQ3_S needs the package gguf, or a newer one: pip"
+    old = enum.Enum("old", ["Q8_0"])
+    absent = (gguf, "GGMLQuantizationType", old), (gguf_file, "find_spec", lambda name: None)
+    for place, attribute, value in absent:
+        with monkeypatch.context() as patch, pytest.raises(ModelError, match=problem):
+            patch.setattr(place, attribute, value)
+            gguf_file.read_parts(both[0])
 
 
 def test_a_split_model(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def directory(
     tensors, rng = load_file(full / "model.safetensors"), np.random.default_rng(3)
     small, wide, values = dict(tensors), dict(tensors), {}
     for name, tensor in tensors.items():
-        if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+        is_matrix = name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+        if is_matrix and tensor.shape[1] % GROUP == 0:
             module = name.removesuffix(".weight")
             parts, values[name] = written(kind, tuple(tensor.shape), rng)
             del small[name]
@@ -183,6 +184,15 @@ def test_a_family_that_differs_by_flags_may_be_quantised(family: str, tmp_path: 
             assert blocks is not None and torch.equal(blocks.dequantised(torch.float32), values)
         types = {part.block_types for part in load_model(folder).layers[1].experts.products}
         assert types == ({("Q4_0",)} if not f.shared else {()})
+
+
+@needs_compiler
+def test_a_query_may_have_a_gate(tmp_path: Path) -> None:
+    folder, _, values = directory(tmp_path, FORMATS["gptq"], "qwen3_5_text")
+    load_model(folder)
+    name = "model.layers.3.self_attn.q_proj.weight"
+    blocks = open_checkpoint(folder, "auto").weights.blocks(name)
+    assert blocks is not None and blocks.shape == values[name].shape == (2 * 4 * 16, 64)
 
 
 def with_mxfp4(folder: Path, **changes: Any) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ WIDENED = {
 }
 TYPES |= WIDENED
 _UNSUPPORTED = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
-_REMEDY = "pip install 'cbatch[models]'"
+_REMEDY = "pip install -U 'cbatch[models]'"
 
 
 class GgufTensor(NamedTuple):
@@ -176,6 +176,15 @@ def read_parts(path: Path) -> Gguf:
                 raise next_part.error(f"tensor {tensor}", "is in an earlier part already")
         first.tensors.update(next_part.tensors)
     return first
+
+
+def _is_widened(name: str) -> bool:
+    """Return whether the package `gguf` is installed and knows a type."""
+    if find_spec("gguf") is None:
+        return False
+    from gguf import GGMLQuantizationType
+
+    return name in GGMLQuantizationType.__members__
 
 
 class _Reader:
@@ -299,8 +308,8 @@ class _Reader:
             raise self._error(
                 field, f"type {_UNSUPPORTED.get(kind, kind)} is not supported; supported: {known}"
             )
-        if kind in WIDENED and find_spec("gguf") is None:
-            problem = f"type {TYPES[kind].name} needs the package gguf: {_REMEDY}"
+        if kind in WIDENED and not _is_widened(TYPES[kind].name):
+            problem = f"type {TYPES[kind].name} needs the package gguf, or a newer one: {_REMEDY}"
             raise self._error(field, problem)
         if not all(shape) or shape[-1] % TYPES[kind].elements:
             problem = f"shape {list(shape)} does not fit type {TYPES[kind].name}"

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.config_json import parse_config
@@ -22,7 +22,7 @@ from cbatch.runtime.model.gguf_tensors import (
     SHORT_FACTORS,
     check_tensors,
 )
-from cbatch.runtime.model.records import Attention, Rope
+from cbatch.runtime.model.records import Attention
 
 # Fields of config.json -> their GGUF keys, without the prefix of the architecture.
 _KEYS = {
@@ -86,7 +86,7 @@ def config_of(file: Gguf) -> ModelConfig:
     config = parse_config(values, file.path, names, family)
     _check_tokens(file, config, names)
     if ROPE_FACTORS in tensors:
-        config = config.with_mixers(rope=_with_factors(file, config.attention))
+        config = _with_factors(file, config)
     check_tensors(file, config)
     return config
 
@@ -257,10 +257,18 @@ def _dtype(file: Gguf) -> str:
     return {"F32": "float32", "F16": "float16"}.get(most_common, "bfloat16")
 
 
-def _with_factors(file: Gguf, mixer: Attention) -> Rope:
-    tensor, pairs = file.tensors[ROPE_FACTORS], mixer.rope.rotated(mixer.key_dim) // 2
+def _with_factors(file: Gguf, config: ModelConfig) -> ModelConfig:
+    """Return the config with the file's divisors in each rope; a layer may have none."""
+    tensor, mixer = file.tensors[ROPE_FACTORS], config.attention
+    pairs = mixer.rope.rotated(mixer.key_dim) // 2
     fits = tensor.shape == (pairs,)
     factors = tensor.dequantised(torch.float32) if fits else torch.zeros(1)
     if not (factors > 0).all():
         raise file.error(f"tensor {ROPE_FACTORS}", f"must hold {pairs} positive numbers")
-    return msgspec.structs.replace(mixer.rope, divisors=tuple(factors.tolist()))
+    layers = []
+    for layer in config.layers:
+        m = layer.mixer
+        if isinstance(m, Attention) and m.rope.type != "none":
+            m = replace(m, rope=replace(m.rope, divisors=tuple(factors.tolist())))
+        layers.append(replace(layer, mixer=m))
+    return replace(config, layers=tuple(layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -72,7 +73,7 @@ class GgufWeights(WeightSource):
 
     def _rows(self, part: _Part) -> GgufTensor:
         tensor = self._file.tensors[part.tensor]
-        if len(tensor.raw) // tensor.shape[0] * part.shape[0] == len(tensor.raw):
+        if math.prod(part.shape) == math.prod(tensor.shape):
             return tensor
         rows = tensor.rows[part.first_row : part.first_row + part.shape[0]]
         return tensor._replace(shape=part.shape, raw=rows.reshape(-1))

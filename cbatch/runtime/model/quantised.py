@@ -269,7 +269,8 @@ def _as_blocks(name: str, matrix: Codes) -> GgufTensor | None:
 def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     """Return the checkpoint's names of matrices, or of stacked experts, and our shapes."""
     hidden, m, family = c.hidden_size, c.attention, family_named(c.family)
-    q, kv = m.heads * m.key_dim, m.kv_heads * m.key_dim
+    k, v, width = m.kv_heads * m.key_dim, m.kv_heads * m.value_dim, m.heads * m.value_dim
+    q = m.heads * m.key_dim * (1 + m.gate)
     matrices: list[tuple[str, tuple[int, ...]]] = [("lm_head.weight", (c.vocab_size, hidden))]
 
     def add(place: str, **shapes: tuple[int, int]) -> None:
@@ -281,7 +282,7 @@ def _matrices(c: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
 
     for i, layer in enumerate(c.layers):
         name, f = f"model.layers.{i}", layer.feed_forward
-        add(f"{name}.self_attn", q=(q, hidden), k=(kv, hidden), v=(kv, hidden), o=(hidden, q))
+        add(f"{name}.self_attn", q=(q, hidden), k=(k, hidden), v=(v, hidden), o=(hidden, width))
         if not isinstance(f, Experts):
             add_forward(f"{name}.mlp", 0 if f is None else f.inner)
             continue
