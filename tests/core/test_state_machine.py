@@ -33,8 +33,8 @@ NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 @st.composite
 def configs(draw):
     max_num_seqs = draw(st.integers(1, 5))
-    policy = draw(st.sampled_from(["fixed", "ema", "adaptive", "off"]))
-    draft_context = draw(st.sampled_from([64, 20, None]))
+    policy = draw(st.sampled_from(["fixed", "fixed", "ema", "adaptive", "off"]))
+    draft_context = draw(st.sampled_from([64, 64, 20, None]))
     chains = [None, ("suffix",), ("ngram", "suffix")]
     if draft_context is not None:
         chains += [("suffix", "model"), ("model", "ngram")]
@@ -245,7 +245,7 @@ class Overlapped(Serving):
 
 
 SETTINGS = settings(
-    max_examples=40,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
