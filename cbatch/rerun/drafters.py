@@ -23,7 +23,6 @@ from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.plan import NewSequence
 from cbatch.core.scheduler.slot_pages import pages_per_slot
 from cbatch.engine.core import EngineCore
-from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.executor import TorchExecutor
 from cbatch.runtime.cpu.verify import RowsToVerify, verify
@@ -213,7 +212,7 @@ class _Texts:
         assert self._target is not None
         batch = self._table.ragged(slots, starts, query_lens, num_logits)
         if self._kv.state is not None:
-            batch = self._with_states(batch, slots)
+            batch = replace(batch, **self._states(batch.context_lens, slots))
         hidden = self._target.allocate_hidden(len(batch.tokens))
         logits = self._target.forward(batch, self._kv, hidden)
         if hidden is not None:
@@ -222,11 +221,10 @@ class _Texts:
             self._drafter.read_states(StepStates(slots, starts, valid, kept))
         return logits
 
-    def _with_states(self, batch: RaggedBatch, slots: I64) -> RaggedBatch:
-        """Add the pages of the last block boundaries of each row, which take turns."""
-        ends, count = batch.context_lens // self._config.block_size, self._num_pages
+    def _states(self, context_lens: I64, slots: I64) -> dict[str, np.ndarray]:
+        """Return the pages of the last block boundaries of each row, which take turns."""
+        ends, count = context_lens // self._config.block_size, self._num_pages
         boundaries = iota(int(ends.max()) + 1)
         kept = (boundaries <= ends[:, None]) & (boundaries > ends[:, None] - count)
         pages = np.where(kept, slots[:, None] * count + boundaries % count, -1)
-        tables, rows = pages.astype(np.int32), slots.astype(np.int32)
-        return replace(batch, state_tables=tables, state_slots=rows)
+        return {"state_tables": pages.astype(np.int32), "state_slots": slots.astype(np.int32)}

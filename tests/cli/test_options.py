@@ -306,7 +306,7 @@ def test_a_field_of_requests_that_is_not_supported(field: str) -> None:
 def test_the_readme_lists_unsupported_features() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     table = readme.split("## What it does not do")[1].split("\n## ")[0].lower()
-    missing = "tool calls, quantised weights, gguf, lora, state-space, tensor parallelism"
+    missing = "tool calls, quantised weights, gguf, lora, recurrent layers, tensor parallelism"
     missing += ", eagle, mtp, kv offload, embeddings, multimodal"
     assert [name for name in missing.split(", ") if name not in table] == []
 

@@ -117,13 +117,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
     "chunks by price": (  # the target leaves room for 8 to 32 tokens
         {
             "lookahead": "fixed:3",
-            "itl_target_s": 1e-2,
+            "itl_target_s": 1.1e-2,
             "cost_profile": CostProfile(5e-3, 1e-4, draft_pass_s=3e-4),
             "kind": UnsteadyExecutor,
             "clock": itertools.count(0.0, 1e-5).__next__,  # only the made-up durations pass time
             "arrivals": [0, 0, 4, 4, 8, 8, 12, 12],
         },
-        lambda r: mixed_steps(r) >= 4 and len(set(r.executor.chunk_tokens)) >= 4,
+        lambda r: mixed_steps(r) >= 3 and len(set(r.executor.chunk_tokens)) >= 3,
     ),
     "prefix hits": (
         {"lookahead": "fixed:3", "max_num_seqs": 4},
