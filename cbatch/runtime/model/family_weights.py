@@ -35,11 +35,7 @@ class FamilyWeights(WeightSource):
         self._recurrence = next((m for m in mixers if isinstance(m, Recurrence)), None)
         ends = itertools.accumulate(1 + (each.feed_forward is not None) for each in config.layers)
         self._first_blocks = [0, *ends]
-        # Fused matrix -> {part: rows}.
-        self._fused_rows = {
-            "qkv_proj": {"q_proj": q, "k_proj": k, "v_proj": v},
-            "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.widest_inner),
-        }
+        self._qkv_rows = {"q_proj": q, "k_proj": k, "v_proj": v}
 
     def scalar(self, name: str) -> float | None:
         return self._files.scalar(name)
@@ -62,9 +58,9 @@ class FamilyWeights(WeightSource):
         if self._family.grouped and last.startswith("in_proj_"):
             return self._grouped(parent, last, shape[1])
         for fused in self._family.fused:
-            rows = self._fused_rows[fused]
+            rows = self._qkv_rows
             if fused == "gate_up_proj":
-                rows = dict.fromkeys(rows, shape[0])
+                rows = dict.fromkeys(("gate_proj", "up_proj"), shape[0])
             if last in rows:
                 fused_shape = sum(rows.values()), *shape[1:]
                 stored = self._stored_name(f"{parent}.{fused}")
