@@ -24,6 +24,7 @@ _SPREAD = np.array([0.3, 0.06, 0.5, 0.02, 3e-5, 5e-5, 0.3, 0.3, 0.5, 0.01])
 _FIRST_STEPS = 3  # steps of an unknown machine; the median gives its first prices
 _PROFILED = 0.5  # how far prices of a profile may be off, relative
 _CORNER, _VERIFY, _FIRST_DRAFT = 2, 7, 8  # places in `CostProfile`
+_SHOWN_MEMORY = 8  # steps over which the drafter's share that counts is averaged
 # A profile's price may wrongly be near 0: a share of an unknown machine's error is added. The share
 # of `verify_s` is the largest, so that drafts that take far longer than profiled soon cease.
 _UNPROFILED = np.full(10, 0.3)
@@ -109,7 +110,7 @@ class StepCosts:
         if draft_s > 0 and self._draft is not None and (passes or tokens):
             counts = np.array([passes, tokens], np.float64)
             self._draft.observe(draft_s, float(self._draft.prices @ counts), counts)
-            self._shown += (sample.draft_s / draft_s - self._shown) / _FIRST_DRAFT
+            self._shown += (sample.draft_s / draft_s - self._shown) / _SHOWN_MEMORY
 
     def prices(self, rows: int, context_tokens: int, drafts: np.ndarray) -> StepPrices:
         """Return the prices of steps with `rows` decoding rows and these drafts in all."""
