@@ -39,7 +39,7 @@ def update_from_output(state: SchedulerState, result: StepResult, now_s: float) 
         _taint_cancelled(state, planned, result)
     elapsed_s = None if last_s is None else now_s - last_s
     step = CommittedStep(state.table, planned, result, elapsed_s)
-    step.is_steady = not state.in_flight or _have_same_kind(planned, state.in_flight[0])
+    step.following = state.in_flight
     may_end = _may_end(state, planned)
 
     _append_tokens(state, step)
@@ -103,7 +103,7 @@ class CommittedStep:
     ) -> None:
         """`elapsed_s`: seconds since the last commit, or None if the engine was idle meanwhile."""
         self._table, self._planned, self.elapsed_s = table, planned, elapsed_s
-        self.is_steady = True  # the host's part of `elapsed_s` is of a step like this one
+        self.following: list[InFlightStep] = []  # launched in `elapsed_s`, if any
         self.plan, self.result = planned.plan, result
         self.owners, self.rows = planned.owners, planned.rows
         if planned.cancelled_slots:
@@ -159,10 +159,10 @@ class CommittedStep:
             device_s = result.draft_s + target_s
             wall_s = max(self.elapsed_s, device_s)
             host_binds = self._planned.overlaps and device_s < _DEVICE_BOUND * wall_s
-            if host_binds and draft_s > 0:
+            if host_binds:
                 hidden_s, draft_s = draft_s, 0.0
-            is_measured = self.is_steady or not host_binds
-            target_s = wall_s - draft_s if is_measured else 0.0
+            alike = all(_have_same_kind(self._planned, other) for other in self.following)
+            target_s = wall_s - draft_s if alike or not host_binds else 0.0
         table = self._table
         kv_len = table.num_tokens[self.rows] - table.num_uncomputed_tokens[self.rows]
         work = StepWork.decoding(len(self.slots), int(np.add.reduce(kv_len, dtype=np.int64)))
