@@ -54,7 +54,8 @@ class KVCache:
         self.scratch_block = num_blocks
         self.state: StateMemory | None = None
         if config.recurrent:
-            self.state = StateMemory(config, block_size, num_pages, num_slots, max_drafts)
+            sizes = block_size, num_pages, num_slots, max_drafts
+            self.state = StateMemory(config, *sizes, device=device)
         place, mixers = torch.device(device), [layer.mixer for layer in config.layers]
         # Zeroed, not empty: positions never written are masked, but they must be finite.
         attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]

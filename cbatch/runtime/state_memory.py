@@ -41,9 +41,10 @@ class StateMemory:
         num_pages: int,
         num_slots: int = 1,
         max_drafts: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.num_pages, self.num_slots = num_pages, num_slots
-        self.ring = ring_tokens(block_size, max_drafts)
+        self.ring, self._device = ring_tokens(block_size, max_drafts), device
         mixers = [layer.mixer for layer in config.layers]
         self.layers = [
             self._layer(each) if isinstance(each, Recurrence) else None for each in mixers
@@ -59,14 +60,15 @@ class StateMemory:
     def _layer(self, m: Recurrence) -> LayerStates:
         width, slots, channels = padded(m.value_dim), self.num_slots, padded(m.channels)
         heads = m.heads if m.key_dim else 0
-        return LayerStates(
-            torch.zeros(self.num_pages, heads, m.key_dim, width),
-            torch.zeros(self.num_pages, m.kernel - 1, channels),
-            torch.zeros(slots, self.ring, channels),
-            torch.zeros(slots, self.ring, padded(m.key_heads * m.key_dim)),
-            torch.zeros(slots, heads, self.ring, width),
-            torch.zeros(slots, heads, self.ring),
+        shapes = (
+            (self.num_pages, heads, m.key_dim, width),
+            (self.num_pages, m.kernel - 1, channels),
+            (slots, self.ring, channels),
+            (slots, self.ring, padded(m.key_heads * m.key_dim)),
+            (slots, heads, self.ring, width),
+            (slots, heads, self.ring),
         )
+        return LayerStates(*(torch.zeros(shape, device=self._device) for shape in shapes))
 
 
 def ring_tokens(block_size: int, max_drafts: int) -> int:
