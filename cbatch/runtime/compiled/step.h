@@ -51,7 +51,7 @@ INLINE long head_width(const attention *m, long queries) {
 enum rule { ATTENTION, CONVOLUTION, DELTA, SCAN };
 typedef struct {
     const float *conv, *conv_bias, *decay, *step_bias, *skip, *norm;
-    long rule, kernel, channels, heads, key_heads, key_dim, value_dim, groups;
+    long rule, kernel, channels, heads, key_heads, key_dim, value_dim, groups, tiled;
     float norm_eps, min_step, max_step;
 } recurrence;
 

@@ -142,6 +142,7 @@ def _recurrence(m: Recurrence, weights: RecurrenceWeights | None) -> Any:
         channels=m.channels,
         heads=m.heads,
         key_heads=m.key_heads,
+        tiled=m.tiled,
         key_dim=m.key_dim,
         value_dim=m.value_dim,
         groups=m.groups,

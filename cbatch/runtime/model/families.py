@@ -75,6 +75,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: attention and feed-forward read the same normed input.
     gated, sinks, gate, head_bias: fields of the records.
     grouped: the projections of a delta rule are two tensors, by key head.
+    tiled: a field of `Recurrence`.
     blocks: a layer of the checkpoint is a mixer or a feed-forward.
     without: fields of the entry that `like` names that do not apply.
     wrappers: architectures with other parts, such as a vision tower, whose `text_config` this is.
@@ -108,6 +109,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recurrence: RecurrenceFields | None = None
     unsupported: tuple[str, ...] = ()
     grouped: bool = False
+    tiled: bool = False
     blocks: bool = False
     wrappers: tuple[str, ...] = ()
     without: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ def parse_recurrence(f: Fields, family: Family, branch: dict[str, Any]) -> list[
     layers, fields = f.integer("num_hidden_layers"), family.recurrence
     if fields is None:
         return [None] * layers
-    recurrence = _recurrence(f, fields, branch)
+    recurrence = _recurrence(f, fields, branch | {"tiled": family.tiled})
     return [recurrence if each else None for each in _recurrent(f, family, fields, layers)]
 
 
