@@ -73,12 +73,13 @@ typedef struct {
 
 // A recurrent layer has only branch, first product and `out` of `mixer`.
 // With `parallel`, both branches have the same input. The layer's input is kept as state number
-// `kept`, unless that is negative.
+// `kept`, unless that is negative. With `joint`, its mixer reads the input of the layer before, whose
+// output waits.
 typedef struct {
     attention mixer;
     recurrence state;
     feed_forward forward;
-    long parallel, kept;
+    long parallel, kept, joint;
 } layer;
 
 // The input of a draft head: rows [token | state] of embeddings and hidden states. `input_layer`,

@@ -216,11 +216,13 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
 
 class LayerRecord(msgspec.Struct, frozen=True):
     """A layer. With `parallel`, both branches read its input. `feed_forward` is None without
-    one, and where only other code computes it."""
+    one, and where only other code computes it. With `joint`, the mixer reads the input of the
+    layer before, which has no feed-forward."""
 
     mixer: Attention | Recurrence
     feed_forward: FeedForward | Experts | None
     parallel: bool = False
+    joint: bool = False
 
 
 class PairInput(msgspec.Struct, frozen=True):
