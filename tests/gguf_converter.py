@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -29,6 +30,7 @@ _ARCHITECTURES = {
     "cohere": "command-r",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
@@ -163,14 +165,14 @@ def _scaling(c: dict[str, Any], rope: dict[str, Any], arch: str) -> dict[str, An
 def _recurrent(c: dict[str, Any], arch: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of recurrent layers: which they are, and their width."""
     kinds = c.get("layers_block_type") or c.get("layer_types") or []
-    if not {"conv", "linear_attention", "mamba"} & {*kinds}:
+    if not {"conv", "linear_attention", "mamba"} & {*kinds} and arch != "falcon-h1":
         return {}
     more: dict[str, Any] = {}
     if arch in _QWEN_HYBRIDS:
         more["full_attention_interval"] = 4
         if arch != "qwen3next":
             more["rope.dimension_sections"] = [1, 1, 0, 0]
-    else:
+    elif arch != "falcon-h1":
         of_layer = {"full_attention": c["num_key_value_heads"]}
         more["attention.head_count_kv"] = [of_layer.get(kind, 0) for kind in kinds]
     if arch == "nemotron_h":
@@ -193,6 +195,8 @@ def _changed(name: str, tensor: Tensor, c: dict[str, Any], arch: str) -> list[tu
     if arch in ("qwen35", "qwen35moe"):
         tensor = _tiled_heads(name, tensor, c)
     module, _, kind = name.rpartition(".")
+    if arch == "falcon-h1":
+        tensor = _multiplied(module.rpartition(".")[2], kind, tensor, c)
     if kind == "A_log":
         tensor = -tensor.exp()
     if kind in ("A_log", "D") and arch not in _QWEN_HYBRIDS:
@@ -221,6 +225,29 @@ def _changed(name: str, tensor: Tensor, c: dict[str, Any], arch: str) -> list[tu
     if "shared_mlp.output_linear" in name and not c["num_local_experts"]:
         name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
     return [(name, tensor)]
+
+
+def _multiplied(part: str, kind: str, tensor: Tensor, c: dict[str, Any]) -> Tensor:
+    """Return a tensor of Falcon-H1 with its multipliers in it."""
+    fields = {
+        "q_proj": ["attention_in_multiplier"],
+        "k_proj": ["attention_in_multiplier", "key_multiplier"],
+        "v_proj": ["attention_in_multiplier"],
+        "o_proj": ["attention_out_multiplier"],
+        "in_proj": ["ssm_in_multiplier"],
+        "out_proj": ["ssm_out_multiplier"],
+        "embed_tokens": ["embedding_multiplier"],
+        "lm_head": ["lm_head_multiplier"],
+    }
+    factor = math.prod(c[field] for field in fields.get(part, []))
+    factor *= dict(zip(("gate_proj", "down_proj"), c["mlp_multipliers"], strict=True)).get(part, 1)
+    tensor = tensor * factor
+    if part == "in_proj":
+        inner, keys = c["mamba_d_ssm"], c["mamba_n_groups"] * c["mamba_d_state"]
+        sections = tensor.split([inner, inner, keys, keys, c["mamba_n_heads"]])
+        pairs = zip(sections, c["ssm_multipliers"], strict=True)
+        tensor = torch.cat([section * by for section, by in pairs])
+    return tensor
 
 
 def _tiled_heads(name: str, tensor: Tensor, c: dict[str, Any]) -> Tensor:

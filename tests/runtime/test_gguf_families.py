@@ -82,6 +82,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_text", {}),
     ("qwen3_5_text", {"linear_num_key_heads": 4}),
     ("qwen3_5_moe_text", {}),
+    ("falcon_h1", {}),
+    ("falcon_h1", {"mamba_rms_norm": True}),
 ]
 SQUARE = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 # Changes for llama.cpp. It ignores windows of Llama, Phi 3 and small EXAONE 4, some biases, and
@@ -127,7 +129,7 @@ def logits(path: Path, *rows: np.ndarray, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
 def test_a_file_computes_what_its_directory_does(case: int) -> None:
     """The bits are the same: in fp32 a converter rounds nothing that our pass does not round.
-    Products of heads in another order are other sums."""
+    Products of heads in another order are other sums, and multipliers are rounded elsewhere."""
     folder, path = made(case)
     one, other = open_checkpoint(path).config, open_checkpoint(folder).config
     for field in ("family", "windows", "max_position_tokens", "tie_embeddings"):
@@ -135,7 +137,7 @@ def test_a_file_computes_what_its_directory_does(case: int) -> None:
     tiled = any(isinstance(m, Recurrence) and m.tiled for m in mixers(one))
     assert tiled == architectures()[architecture_of(folder)].changes.get("tiled", False)
     of_file, of_folder = logits(path), logits(folder)
-    if tiled and "linear_num_key_heads" not in CASES[case][1]:
+    if (tiled and "linear_num_key_heads" not in CASES[case][1]) or one.family == "falcon_h1":
         assert (of_file - of_folder).abs().max() < 1e-4 * of_folder.std()
     else:
         assert torch.equal(of_file, of_folder)

@@ -206,6 +206,8 @@ def _recurrence_values(
     if r is None:
         return {}
     fields: dict[str, Any] = {r.conv_bias: _has(file, "ssm_conv1d.bias")} if r.conv_bias else {}
+    if r.normed:
+        fields[r.normed] = _has(file, "ssm_norm.weight")
     if family.experts is not None and family.experts.correction:
         fields[family.experts.correction] = _has(file, "exp_probs_b.bias")
     if r.heads:
@@ -223,7 +225,7 @@ def _recurrence_values(
         kinds = zip(*by_layer, strict=True)
         blocks = ["attention" if kv else "mlp" if inner else "mamba" for kv, inner in kinds]
         return fields | {"layers_block_type": blocks}
-    if "full_attention_interval" not in names:
+    if "full_attention_interval" not in names and not family.joint:
         fields[r.types] = ["full_attention" if kv else r.kinds[0] for kv in by_layer[0]]
     return fields
 

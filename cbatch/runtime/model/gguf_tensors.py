@@ -136,8 +136,12 @@ def _layout(file: Gguf, config: ModelConfig) -> tuple[dict[str, list[_Part]], di
     shapes: dict[str, _Shape] = {}
     for layer, entry in _entries(file, architecture, config):
         stored = architecture.names.get(entry.stored, entry.stored)
-        tensor = f"{layer}{stored}{entry.kind and '.'}{entry.kind}"
+        tensor = f"{layer}{stored}"
+        if entry.kind and tensor not in file.tensors:  # a norm of Falcon-H1 has no ending
+            tensor += f".{entry.kind}"
         first_row, *_ = shapes.get(tensor, (0,))
+        if first_row and stored == "attn_norm":  # of two mixers
+            first_row = 0
         parts[entry.name].append(_Part(tensor, first_row, entry.shape))
         shapes[tensor] = first_row + entry.shape[0], *entry.shape[1:]
     return parts, shapes
@@ -165,7 +169,7 @@ def _entries(
             for entry in entries(record, c.hidden_size, fused, family):
                 yield f"blk.{block}.", entry._replace(name=f"model.layers.{i}.{entry.name}")
             block += family.blocks
-        block += not family.blocks
+        block += not family.blocks and record.feed_forward is not None
 
 
 def _of_mixer(
