@@ -450,10 +450,11 @@ def test_recurrent_layers_have_state_pages_in_place_of_kv(tmp_path: Path) -> Non
     assert hybrid.attention_layers == 1 and hybrid.kv_token_bytes == 2 * 2 * 4 * 16
     # A decoding row reads its states; the pool has fewer blocks.
     byte_s = 1 / (GPU.memory_bytes_per_s * IDEAL["memory_efficiency"])
-    assert Roofline(config(shape=hybrid))._target.state_s == hybrid.state_page_bytes * byte_s
+    rates = Roofline(config(shape=hybrid))._target
+    assert rates.state_s == hybrid.state_page_bytes * byte_s
     flop_s = 1 / (GPU.bf16_flops * IDEAL["compute_efficiency"])
     operations = 2 * hybrid.token_weights + 6 * hybrid.recurrent_layers * hybrid.state_values
-    assert Roofline(config(shape=hybrid))._target.token_s == pytest.approx(operations * flop_s)
+    assert rates.token_s == pytest.approx(operations * flop_s)
     device = RooflineConfig(gpu=load_gpu("H100"), shape=hybrid)
     lost = pool_blocks(device) - pool_blocks(device, PoolSettings(state_pages=1000))
     pages = 1000 * hybrid.state_page_bytes / (16 * hybrid.kv_token_bytes)
