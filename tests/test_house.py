@@ -47,7 +47,7 @@ LAYERS = {
     "triton_kernels": (
         "slots",
         "verification",
-        "attention products sampling",
+        "attention products recurrence sampling",
         "layers",
         "noise",
         "build",

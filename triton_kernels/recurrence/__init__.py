@@ -54,6 +54,7 @@ def recur(
     delta, keys, inner, count = m.rule == "delta", m.key_heads * m.key_dim, m.inner, len(rows)
     if not count:
         return rows.new_empty(0, inner)
+    keys_at = keys if delta else inner
     ring, stride, convolves = memory.inputs.shape[1], rows.stride(0), not m.key_dim
     num_sequences, table_width = sequences.pages.shape
     options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
@@ -81,6 +82,7 @@ def recur(
             rows, mixed, read, totals, weights.decay, weights.step_bias, weights.skip, sequences,
             memory, stride, table_width, ring, m.min_step, min(m.max_step, _LARGEST), DELTA=delta,
             HEADS=m.heads, KEY_HEADS=m.key_heads, KEY_DIM=m.key_dim, VALUE_DIM=m.value_dim,
+            ROW=m.channels, KEYS_AT=keys_at, QUERIES_AT=0 if delta else inner + keys,
             RATES_AT=m.channels + inner, KEY_WIDTH=memory.keys.shape[2],
             WIDTH=memory.values.shape[3], PAGE=page_tokens, BLOCK_KEY=block_key,
             BLOCK_VALUE=block_value, **options,
@@ -93,7 +95,7 @@ def recur(
         )  # fmt: skip
     keep_kernel[(count, triton.cdiv(m.channels, _BLOCK))](
         rows, mixed, totals, sequences, memory, num_sequences, stride, ring, HEADS=m.heads,
-        KEYS=keys, KEYS_AT=keys if delta else inner, KEY_WIDTH=memory.keys.shape[2],
+        KEYS=keys, KEYS_AT=keys_at, KEY_WIDTH=memory.keys.shape[2],
         GATES=convolves, BLOCK=_BLOCK, BLOCK_HEADS=triton.next_power_of_2(m.heads), **common,
     )  # fmt: skip
     return out

@@ -33,25 +33,97 @@ def entries_of(
 
 
 @jit
+def add_earlier(
+    u, out, key, query, total, decays, mixed_ptr, memory, at, position, first, row, slot, head,
+    ring, values, DELTA: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS_AT: tl.constexpr, ROW: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_KEY: tl.constexpr,
+):  # fmt: skip
+    """Return the value and the output of the token at place `at` of a block, with what the tokens
+    before it add."""
+    for e in range(0, at, _ENTRIES):
+        entry = e + tl.arange(0, _ENTRIES)
+        keys, earlier = entries_of(
+            mixed_ptr, memory, entry, at, position, first, row, slot, head, ring, values,
+            HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW, KEY_WIDTH, WIDTH, BLOCK_KEY,
+        )  # fmt: skip
+        weight = tl.exp(tl.minimum(total - tl.gather(decays, entry, 0), 0.0))
+        if DELTA:
+            by_key = weight * tl.sum(keys * key[None, :], 1)
+            u -= tl.sum(by_key[:, None] * earlier, 0)
+        by_query = weight * tl.sum(keys * query[None, :], 1)
+        out += tl.sum(by_query[:, None] * earlier, 0)
+    return u, out
+
+
+@jit
+def store_state(
+    state, total, decays, mixed_ptr, memory, table, of_page, inside, position, first, row, slot,
+    head, ring, values, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS_AT: tl.constexpr, ROW: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
+):  # fmt: skip
+    """Return the state after a whole block, whose last token is at `position`. Keep it if the
+    boundary has a page."""
+    state *= tl.exp(total)
+    for e in range(0, PAGE, _ENTRIES):
+        entry = e + tl.arange(0, _ENTRIES)
+        keys, earlier = entries_of(
+            mixed_ptr, memory, entry, PAGE, position + 1, first, row + 1, slot, head, ring, values,
+            HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW, KEY_WIDTH, WIDTH, BLOCK_KEY,
+        )  # fmt: skip
+        weight = tl.exp(tl.minimum(total - tl.gather(decays, entry, 0), 0.0))
+        keys = tl.trans(keys * weight[:, None])
+        state = tl.dot(keys, earlier, state, input_precision="ieee")
+    page = tl.load(table + (position + 1) // PAGE).to(tl.int64)
+    at_state = memory.states + page * (HEADS * KEY_DIM * WIDTH) + of_page
+    tl.store(at_state, state, mask=inside & (page >= 0))
+    return state
+
+
+@jit
+def memory_of(
+    memory, table, of_page, inside, of_head, block, first, ring, HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Return the state at the start of a block, and the decays of its tokens before `first`."""
+    page = tl.load(table + block, mask=block > 0, other=0).to(tl.int64)
+    at_state = memory.states + page * (HEADS * KEY_DIM * WIDTH) + of_page
+    state = tl.load(at_state, mask=inside & (block > 0), other=0.0)
+    places = tl.arange(0, PAGE)
+    at_decays = memory.decays + of_head * ring + block * PAGE % ring + places
+    return state, tl.load(at_decays, mask=places < first % PAGE, other=0.0)
+
+
+@jit
+def step_of(rates, head, step_bias_ptr, min_step, max_step, HEADS: tl.constexpr,
+            DELTA: tl.constexpr):  # fmt: skip
+    """Return the step of a token, softplus of its rate, and the factor of its value."""
+    rate = tl.load(rates + (HEADS if DELTA else 0)).to(tl.float32) + tl.load(step_bias_ptr + head)
+    step = tl.where(rate > 20.0, rate, tl.log(1.0 + tl.exp(tl.minimum(rate, 20.0))))
+    if DELTA:
+        factor = 1.0 / (1.0 + tl.exp(-tl.load(rates).to(tl.float32)))
+    else:
+        step = tl.minimum(tl.maximum(step, min_step), max_step)
+        factor = step
+    return step, factor
+
+
+@jit
 def recur_kernel(
     rows_ptr, mixed_ptr, out_ptr, totals_ptr, decay_ptr, step_bias_ptr, skip_ptr, sequences, memory,
     stride, table_width, ring, min_step, max_step, DELTA: tl.constexpr, HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    RATES_AT: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROW: tl.constexpr,
+    KEYS_AT: tl.constexpr, QUERIES_AT: tl.constexpr, RATES_AT: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of one sequence for one head and `BLOCK_VALUE` of its values. Keep their
-    values, the totals of their decays, and the states at the boundaries that have a page."""
+    """Compute a sequence's rows of one head and `BLOCK_VALUE` values; keep entries and states."""
     head, sequence = tl.program_id(0), tl.program_id(2)
     values = tl.program_id(1) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     start = tl.load(sequences.starts + sequence)
     count = tl.load(sequences.starts + sequence + 1) - start
     if count > 0:
-        KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-        ROW: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
-        KEYS_AT: tl.constexpr = KEYS if DELTA else HEADS * VALUE_DIM
-        QUERIES_AT: tl.constexpr = 0 if DELTA else HEADS * VALUE_DIM + KEYS
-        VALUES_AT: tl.constexpr = 2 * KEYS if DELTA else 0
         first = tl.load(sequences.contexts + sequence) - count
         slot = tl.load(sequences.slots + sequence).to(tl.int64)
         table, block = sequences.pages + sequence.to(tl.int64) * table_width, first // PAGE
@@ -59,71 +131,45 @@ def recur_kernel(
         in_key, in_value = dims < KEY_DIM, values < VALUE_DIM
         inside = in_key[:, None] & in_value[None, :]
         of_page = (head * KEY_DIM + dims)[:, None] * WIDTH + values[None, :]
-        page = tl.load(table + block, mask=block > 0, other=0).to(tl.int64)
-        at_state = memory.states + page * (HEADS * KEY_DIM * WIDTH) + of_page
-        state = tl.load(at_state, mask=inside & (block > 0), other=0.0)
-        at_decays = memory.decays + (slot * HEADS + head) * ring + block * PAGE % ring + places
-        decays = tl.load(at_decays, mask=places < first % PAGE, other=0.0)
+        of_head, at_head = slot * HEADS + head, head // (HEADS // KEY_HEADS) * KEY_DIM + dims
+        state, decays = memory_of(
+            memory, table, of_page, inside, of_head, block, first, ring, HEADS, KEY_DIM, WIDTH, PAGE
+        )
         total = tl.sum(tl.where(places == first % PAGE - 1, decays, 0.0), 0)
-        rate_decay, rate_bias = tl.load(decay_ptr + head), tl.load(step_bias_ptr + head)
         for i in range(count):
             position, row = first + i, (start + i).to(tl.int64)
             at, rates = position % PAGE, rows_ptr + row * stride + RATES_AT + head
-            rate = tl.load(rates + (HEADS if DELTA else 0)).to(tl.float32) + rate_bias
-            step = tl.where(rate > 20.0, rate, tl.log(1.0 + tl.exp(tl.minimum(rate, 20.0))))
-            if DELTA:
-                factor = 1.0 / (1.0 + tl.exp(-tl.load(rates).to(tl.float32)))
-            else:
-                step = tl.minimum(tl.maximum(step, min_step), max_step)
-                factor = step
-            total = tl.where(at == 0, 0.0, total) + rate_decay * step
+            step, factor = step_of(rates, head, step_bias_ptr, min_step, max_step, HEADS, DELTA)
+            total = tl.where(at == 0, 0.0, total) + tl.load(decay_ptr + head) * step
             decays, since = tl.where(places == at, total, decays), tl.exp(total)
             mixed = mixed_ptr + row * ROW
-            of_head = head // (HEADS // KEY_HEADS) * KEY_DIM + dims
-            key = tl.load(mixed + KEYS_AT + of_head, mask=in_key, other=0.0)
-            query = tl.load(mixed + QUERIES_AT + of_head, mask=in_key, other=0.0)
-            value = tl.load(mixed + VALUES_AT + head * VALUE_DIM + values, mask=in_value, other=0.0)
+            key = tl.load(mixed + KEYS_AT + at_head, mask=in_key, other=0.0)
+            query = tl.load(mixed + QUERIES_AT + at_head, mask=in_key, other=0.0)
+            at_value = (2 * KEY_HEADS * KEY_DIM if DELTA else 0) + head * VALUE_DIM + values
+            value = tl.load(mixed + at_value, mask=in_value, other=0.0)
             u, out = value, since * tl.sum(state * query[:, None], 0)
             if DELTA:
                 u -= since * tl.sum(state * key[:, None], 0)
-            for e in range(0, at, _ENTRIES):
-                entry = e + tl.arange(0, _ENTRIES)
-                keys, earlier = entries_of(
-                    mixed_ptr, memory, entry, at, position, first, row, slot, head, ring, values,
-                    HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW, KEY_WIDTH, WIDTH, BLOCK_KEY,
-                )  # fmt: skip
-                weight = tl.exp(tl.minimum(total - tl.gather(decays, entry, 0), 0.0))
-                if DELTA:
-                    by_key = weight * tl.sum(keys * key[None, :], 1)
-                    u -= tl.sum(by_key[:, None] * earlier, 0)
-                by_query = weight * tl.sum(keys * query[None, :], 1)
-                out += tl.sum(by_query[:, None] * earlier, 0)
+            u, out = add_earlier(
+                u, out, key, query, total, decays, mixed_ptr, memory, at, position, first, row,
+                slot, head, ring, values, DELTA, HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW,
+                KEY_WIDTH, WIDTH, BLOCK_KEY,
+            )  # fmt: skip
             u *= factor
             out += tl.sum(key * query, 0) * u
             if skip_ptr is not None:
                 out += tl.load(skip_ptr + head) * value
-            kept = (
-                memory[_VALUES] + ((slot * HEADS + head) * ring + position % ring) * WIDTH + values
-            )
+            kept = memory[_VALUES] + (of_head * ring + position % ring) * WIDTH + values
             tl.store(kept, u, mask=in_value)
             tl.store(out_ptr + (row * HEADS + head) * VALUE_DIM + values, out, mask=in_value)
             tl.store(totals_ptr + row * HEADS + head, total)  # equal in all programs of a head
             tl.debug_barrier()  # later tokens read the values
             if at + 1 == PAGE:
-                state *= since
-                for e in range(0, PAGE, _ENTRIES):
-                    entry = e + tl.arange(0, _ENTRIES)
-                    keys, earlier = entries_of(
-                        mixed_ptr, memory, entry, PAGE, position + 1, first, row + 1, slot, head,
-                        ring, values, HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW, KEY_WIDTH,
-                        WIDTH, BLOCK_KEY,
-                    )  # fmt: skip
-                    weight = tl.exp(tl.minimum(total - tl.gather(decays, entry, 0), 0.0))
-                    keys = tl.trans(keys * weight[:, None])
-                    state = tl.dot(keys, earlier, state, input_precision="ieee")
-                page = tl.load(table + (position + 1) // PAGE).to(tl.int64)
-                at_state = memory.states + page * (HEADS * KEY_DIM * WIDTH) + of_page
-                tl.store(at_state, state, mask=inside & (page >= 0))
+                state = store_state(
+                    state, total, decays, mixed_ptr, memory, table, of_page, inside, position,
+                    first, row, slot, head, ring, values, HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM,
+                    KEYS_AT, ROW, KEY_WIDTH, WIDTH, PAGE, BLOCK_KEY,
+                )  # fmt: skip
 
 
 @jit
