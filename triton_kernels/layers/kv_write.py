@@ -30,7 +30,7 @@ def kv_write_kernel(
     fused_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, cos_sin_ptr, weight_ptr, scales_ptr, eps,
     k_scale, v_scale, stride_token, stride_page, stride_slot, stride_kv_head, GROUP: tl.constexpr,
     ROLES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr,
-    MOST: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Handle one (token, KV head). `ROLES` is group + 2 rounded up to a power of two. `scales_ptr`:
     factors of queries and K of each token, where all heads are normed together."""
@@ -57,12 +57,14 @@ def kv_write_kernel(
             scale = 1.0 / tl.sqrt_rn(mean + eps)
         else:
             scale = tl.load(scales_ptr + token * 2 + tl.where(roles == GROUP, 1, 0))
-        x = tl.where(rotated, x * scale * weight, x)
+        x = tl.where(rotated, x * scale * (1.0 if ROTATED else weight), x)
     rotation = tl.broadcast_to(rotation, [ROLES, BLOCK_DIM])
     cos, sin = tl.split(tl.reshape(rotation, [ROLES, BLOCK_DIM // 2, 2]))
     a, b = tl.split(tl.reshape(x, [ROLES, BLOCK_DIM // 2, 2]))
     real, imaginary = a * cos - b * sin, a * sin + b * cos
     x = tl.where(rotated, tl.reshape(tl.join(real, imaginary), [ROLES, BLOCK_DIM]), x)
+    if ROTATED:  # a rotation changes no norm
+        x = tl.where(rotated, x * weight, x)
 
     narrow = x.to(fused_ptr.dtype.element_ty)
     inside = inside & (slot >= 0)  # padding tokens are not written
@@ -112,6 +114,7 @@ def kv_write(
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    norms_rotated: bool = False,
     early: bool = False,
 ) -> None:
     """Rotate the queries of `fused` in place; write its K and V to the pool.
@@ -122,9 +125,9 @@ def kv_write(
     page_tokens, kv_heads, head_dim] have the same strides. Their type is that of `fused` or fp8,
     which stores K / `k_scale` and V / `v_scale`, clamped to its range. qk_weight fp32 [group + 1,
     head_dim]: RMSNorm of each query head and K before the rotation; [kv_heads, group + 1, head_dim]
-    norms all query heads of a token together, and all its K. `early` (see `build.hopper`): all
-    inputs but `fused` are read early, and the next kernel may begin. Raises ValueError naming the
-    argument that does not fit.
+    norms all query heads of a token together, and all its K. With `norms_rotated`, norms come after
+    the rotation. `early` (see `build.hopper`): all inputs but `fused` are read early, and the next
+    kernel may begin. Raises ValueError naming the argument that does not fit.
     """
     early = early and is_hopper()
     _check(fused, positions, slots, cos_sin, k_pages, v_pages, qk_weight)
@@ -141,7 +144,8 @@ def kv_write(
     kv_write_kernel[(num_tokens, kv_heads)](
         fused, k_pages, v_pages, positions, slots, cos_sin, qk_weight, scales, eps, k_scale,
         v_scale, fused.stride(0), k_pages.stride(0), k_pages.stride(1), k_pages.stride(2),
-        PAGE=k_pages.shape[1], MOST=_MAX_FP8.get(k_pages.dtype), **shape, **options,
+        PAGE=k_pages.shape[1], MOST=_MAX_FP8.get(k_pages.dtype),
+        ROTATED=norms_rotated and qk_weight is not None, **shape, **options,
     )  # fmt: skip
 
 
@@ -157,20 +161,19 @@ def kv_write_reference(
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    norms_rotated: bool = False,
 ) -> None:
     """Compute `kv_write` in plain torch."""
     real = slots >= 0
-    group, head_dim = fused.shape[2] - 2, fused.shape[3]
+    group = fused.shape[2] - 2
     x = fused[real, :, : group + 1].float()
-    if qk_weight is not None and qk_weight.dim() == 3:
-        parts = x.split([group, 1], dim=2)
-        scales = [(part.square().mean((1, 2, 3), keepdim=True) + eps).rsqrt() for part in parts]
-        x = torch.cat([p * s for p, s in zip(parts, scales, strict=True)], dim=2) * qk_weight
-    elif qk_weight is not None:
-        x = F.rms_norm(x, (head_dim,), eps=eps) * qk_weight
+    if not norms_rotated:
+        x = _normed(x, qk_weight, eps)
     rotation = torch.view_as_complex(cos_sin)[positions[real].long()][:, None, None]
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     x = torch.view_as_real(pairs * rotation).flatten(-2)
+    if norms_rotated:
+        x = _normed(x, qk_weight, eps)
     fused[real, :, :group] = x[:, :, :group].to(fused.dtype)
     slot, page_tokens = slots[real].long(), k_pages.shape[1]
     values = fused[real, :, group + 1].float()
@@ -178,6 +181,16 @@ def kv_write_reference(
         largest = _MAX_FP8.get(pages.dtype)
         rows = rows if largest is None else (rows / scale).clamp(-largest, largest)
         pages[slot // page_tokens, slot % page_tokens] = rows.to(pages.dtype)
+
+
+def _normed(x: Tensor, qk_weight: Tensor | None, eps: float) -> Tensor:
+    if qk_weight is None:
+        return x
+    if qk_weight.dim() == 2:
+        return F.rms_norm(x, x.shape[3:], eps=eps) * qk_weight
+    parts = x.split([x.shape[2] - 1, 1], dim=2)
+    scales = [(part.square().mean((1, 2, 3), keepdim=True) + eps).rsqrt() for part in parts]
+    return torch.cat([p * s for p, s in zip(parts, scales, strict=True)], dim=2) * qk_weight
 
 
 def _check(

@@ -22,6 +22,7 @@ from triton_kernels.layers.activation import activate_reference, activated
 from triton_kernels.products.dense import dense_sum
 from triton_kernels.products.quantised import Packed, dequantise, num_stages, quantised_sum
 
+_SIGMOID_EPS = tl.constexpr(1e-6)  # added to a sum of sigmoids
 _NAN = tl.constexpr(tl.PropagateNan.ALL)
 _SORT_BLOCK = 1024
 _COMBINE_BLOCK = 1024
@@ -78,23 +79,34 @@ class SortedPairs(NamedTuple):
 
 @jit
 def route_kernel(
-    scores_ptr, chosen_ptr, weights_ptr, num_experts, stride, CHOICES: tl.constexpr,
-    NORMALIZED: tl.constexpr, SHARED: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    scores_ptr, bias_ptr, chosen_ptr, weights_ptr, num_experts, stride, scale,
+    CHOICES: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr, SHARED: tl.constexpr,
+    PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Route one row. Numbers that are not finite choose valid experts, with weights of NaN."""
     row = tl.program_id(0).to(tl.int64)
     at, places = tl.arange(0, BLOCK), tl.arange(0, PLACES)
     scores = tl.load(scores_ptr + row * stride + at, mask=at < num_experts, other=float("-inf"))
-    remaining = tl.where(scores == scores, scores, float("-inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-scores))  # 0 beyond the last expert
+    ranked = tl.where(at < num_experts, scores, float("-inf"))
+    if bias_ptr is not None:
+        ranked += tl.load(bias_ptr + at, mask=at < num_experts, other=0.0)
+    remaining = tl.where(ranked == ranked, ranked, float("-inf"))
     top = tl.maximum(tl.max(remaining, 0), -3e38)  # finite, also for a row of NaN
     chosen, weights = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.float32)
     for i in range(CHOICES):
         expert = tl.min(tl.where(remaining == tl.max(remaining, 0), at, BLOCK), 0)
         score = tl.sum(tl.where(at == expert, scores, 0.0), 0)
         chosen = tl.where(places == i, expert, chosen)
-        weights = tl.where(places == i, tl.exp(score - top), weights)
+        weights = tl.where(places == i, score if SIGMOID else tl.exp(score - top), weights)
         remaining = tl.where(at == expert, float("-inf"), remaining)
-    weights /= tl.sum(weights if NORMALIZED else tl.exp(scores - top), 0)
+    if not SIGMOID:
+        weights /= tl.sum(weights if NORMALIZED else tl.exp(scores - top), 0)
+    elif NORMALIZED:
+        weights /= tl.sum(weights, 0) + _SIGMOID_EPS
+    if SIGMOID:
+        weights *= scale
     if SHARED:
         gate = tl.load(scores_ptr + row * stride + num_experts)
         weights = tl.where(places == CHOICES, 1.0 / (1.0 + tl.exp(-gate)), weights)
@@ -104,13 +116,21 @@ def route_kernel(
 
 
 def route(
-    scores: Tensor, choices: int, *, normalized: bool, shared: bool = False
+    scores: Tensor,
+    choices: int,
+    *,
+    normalized: bool,
+    shared: bool = False,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return each row's experts int32 [T, choices], those of the highest scores, and their weights
     fp32. Weights are a softmax over all scores, or with `normalized` over the chosen ones; the
     first of equal scores wins. With `shared`, the last column of the scores is the gate of a shared
-    expert, and the last weight its sigmoid. `scores` are fp32 [T, experts (+ 1)]. Raises ValueError
-    naming the argument that does not fit."""
+    expert, and the last weight its sigmoid. With `sigmoid`, weights are sigmoids times `scale`, and
+    `bias` fp32 [experts] is added when experts are chosen. `scores` are fp32 [T, experts (+ 1)].
+    Raises ValueError naming the argument that does not fit."""
     check_tensor("scores", scores, torch.float32, (None, None))
     rows, num_experts = len(scores), scores.shape[1] - shared
     if not 0 < choices <= num_experts:
@@ -119,8 +139,8 @@ def route(
     weights = torch.empty(rows, choices + shared, device=scores.device)
     if rows:
         route_kernel[(rows,)](
-            scores, chosen, weights, num_experts, scores.stride(0), CHOICES=choices,
-            NORMALIZED=normalized, SHARED=int(shared),
+            scores, bias, chosen, weights, num_experts, scores.stride(0), scale, CHOICES=choices,
+            NORMALIZED=normalized, SIGMOID=sigmoid, SHARED=int(shared),
             PLACES=triton.next_power_of_2(choices + shared),
             BLOCK=triton.next_power_of_2(num_experts), num_warps=1, num_stages=1,
             enable_fp_fusion=False,
@@ -129,13 +149,27 @@ def route(
 
 
 def route_reference(
-    scores: Tensor, choices: int, *, normalized: bool, shared: bool = False
+    scores: Tensor,
+    choices: int,
+    *,
+    normalized: bool,
+    shared: bool = False,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute `route` in plain torch."""
     routed = scores[:, : scores.shape[1] - shared]
-    chosen = routed.sort(dim=1, descending=True, stable=True).indices[:, :choices]
-    weights = routed.gather(1, chosen).softmax(1) if normalized else None
-    weights = routed.softmax(1).gather(1, chosen) if weights is None else weights
+    routed = routed.sigmoid() if sigmoid else routed
+    ranked = routed if bias is None else routed + bias
+    chosen = ranked.sort(dim=1, descending=True, stable=True).indices[:, :choices]
+    if sigmoid:
+        weights = routed.gather(1, chosen) * scale
+        weights = weights / (weights.sum(1, keepdim=True) / scale + 1e-6) if normalized else weights
+    elif normalized:
+        weights = routed.gather(1, chosen).softmax(1)
+    else:
+        weights = routed.softmax(1).gather(1, chosen)
     parts = [weights, scores[:, -1:].sigmoid()] if shared else [weights]
     return chosen.int(), torch.cat(parts, dim=1)
 

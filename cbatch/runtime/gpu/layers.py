@@ -53,13 +53,15 @@ class DeviceForward(Protocol):
 class DenseForward:
     """Two linear layers and an activation between them."""
 
-    def __init__(self, record: FeedForward, gate_up: Any, down: Any) -> None:
-        self._record, self.products = record, (gate_up, down)
+    def __init__(
+        self, record: FeedForward, gate_up: Any, down: Any, xielu: Tensor | None = None
+    ) -> None:
+        self._record, self._xielu, self.products = record, xielu, (gate_up, down)
 
     def __call__(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         gate_up, down = self.products
-        f = self._record
-        inner = activate(gate_up(rows), f.activation, gated=f.gated, early=True)
+        f, factors = self._record, self._xielu
+        inner = activate(gate_up(rows), f.activation, gated=f.gated, factors=factors, early=True)
         if out is None:
             return down(inner)
         down.into(inner, out)
@@ -92,6 +94,7 @@ class AttentionMixer:
             eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
             k_scale=k_scale,
             v_scale=v_scale,
+            norms_rotated=m.norms_rotated,
             early=True,
         )
         return fused
@@ -175,6 +178,6 @@ def lower(index: int, layer: Layer[Any]) -> DecoderLayer:
         forward = ExpertsForward(f, layer.gate_up, gate_up, down, shared)
     else:
         assert f is not None
-        forward = DenseForward(f, layer.gate_up, layer.down)
+        forward = DenseForward(f, layer.gate_up, layer.down, layer.xielu)
     norms = layer.qkv.norm, layer.gate_up.norm
     return DecoderLayer(layer, norms, AttentionMixer(index, m, layer), forward)

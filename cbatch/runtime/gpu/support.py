@@ -9,14 +9,14 @@ from msgspec import structs
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.records import Attention, Experts, FeedForward
 
-_ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
+_ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared", "xielu")
 _BRANCH = ("norm", "out_norm", "out_scale")
 # The fields that are interpreted, by record. Another one must have its default.
 _FIELDS: dict[type, tuple[str, ...]] = {
     Attention: (
         *_BRANCH,
         *("heads", "kv_heads", "key_dim", "value_dim", "scale", "rope", "window", "soft_cap"),
-        *("bias", "out_bias", "qk_norm", "norms_whole", "sinks"),
+        *("bias", "out_bias", "qk_norm", "norms_whole", "norms_rotated", "sinks"),
     ),
     FeedForward: (*_BRANCH, "inner", "activation", "gated", "bias"),
     Experts: (
@@ -39,6 +39,8 @@ def unsupported_on_gpu(config: ModelConfig) -> str | None:
         assert isinstance(m, Attention) and f is not None
         if m.key_dim != m.value_dim:
             return "values narrower than keys"
+        if m.norms_rotated and m.rope.attention_factor != 1.0:
+            return "norms after a rotation that scales"
         clamped = isinstance(f, Experts) and f.activation == "clamped"
         if f.activation not in _ACTIVATIONS and not clamped:
             return f"the activation {f.activation}"

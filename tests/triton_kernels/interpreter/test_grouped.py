@@ -3,6 +3,8 @@ elsewhere."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,16 +37,20 @@ def noise(*shape: int, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-def test_routes_are_those_of_torch(normalized: bool, shared: bool) -> None:
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_routes_are_those_of_torch(normalized: bool, shared: bool, sigmoid: bool) -> None:
     """The first of equal scores wins; a row of NaN stays NaN and names valid experts."""
     scores = noise(9, EXPERTS + shared)
     scores[1, :EXPERTS] = scores[2, 3] = 0.5
-    chosen, weights = route(scores, CHOICES, normalized=normalized, shared=shared)
-    expected = route_reference(scores, CHOICES, normalized=normalized, shared=shared)
+    how: dict[str, Any] = {"normalized": normalized, "shared": shared}
+    if sigmoid:
+        how |= {"sigmoid": True, "bias": torch.tensor([1.0, 0, 0, 0, 0]), "scale": 1.5}
+    chosen, weights = route(scores, CHOICES, **how)
+    expected = route_reference(scores, CHOICES, **how)
     assert torch.equal(chosen, expected[0]) and chosen[1].tolist() == [0, 1, 2]
     torch.testing.assert_close(weights, expected[1])
     scores[4] = torch.nan
-    among, others = route(scores, CHOICES, normalized=normalized, shared=shared)
+    among, others = route(scores, CHOICES, **how)
     assert others[4].isnan().all() and ((among >= 0) & (among < EXPERTS)).all()
     kept = torch.arange(9) != 4
     assert torch.equal(among[kept], chosen[kept]) and torch.equal(others[kept], weights[kept])

@@ -83,6 +83,7 @@ def weight_of(group: int, head_dim: int, *, whole: bool = False) -> Tensor:
         (3, 48, 16, torch.bfloat16, ""),
         (1, 16, 32, torch.float16, ""),
         (3, 48, 16, torch.float32, "whole"),
+        (3, 48, 16, torch.float32, "rotated"),
     ],
 )
 def test_against_the_reference(
@@ -90,7 +91,7 @@ def test_against_the_reference(
 ) -> None:
     write = Write.make(group=group, head_dim=head_dim, dtype=dtype, page_tokens=page_tokens)
     weight = weight_of(group, head_dim, whole=norm == "whole") if norm else None
-    by_kernel, expected = write.both(qk_weight=weight)
+    by_kernel, expected = write.both(qk_weight=weight, norms_rotated=norm == "rotated")
     assert not differ(by_kernel, expected, TOLERANCE[dtype])
     assert differ(by_kernel, write, TOLERANCE[dtype])
     assert by_kernel.k_pages.isnan().sum() == (NUM_PAGES * page_tokens - 6) * KV_HEADS * head_dim
