@@ -288,18 +288,26 @@ class LayerBuilder(Generic[P]):
         self, attention: str, m: Attention, letters: str, kind: str, *columns: int
     ) -> Tensor:
         """Return the named projections with the rows of each KV head adjacent: [out, columns]."""
+        rows = {"q": m.heads * m.key_dim * (1 + m.gate), "k": m.kv_heads * m.key_dim}
+        rows["v"] = m.kv_heads * m.value_dim
+        get, names = self._get, {each: f"{attention}.{each}_proj.{kind}" for each in letters}
+        return self._by_head(m, {x: get(name, rows[x], *columns) for x, name in names.items()})
+
+    def _by_head(self, m: Attention, projections: dict[str, Tensor]) -> Tensor:
+        """Return the rows of projections q, k and v in the order of `_qkv`."""
         parts, gates = [], []
-        for letter in letters:
-            rows, gated = m.kv_heads * m.value_dim, letter == "q" and m.gate
-            if letter != "v":
-                rows = (m.heads if letter == "q" else m.kv_heads) * m.key_dim
-            part = self._get(f"{attention}.{letter}_proj.{kind}", rows * (1 + gated), *columns)
-            if gated:
+        for letter, part in projections.items():
+            columns = part.shape[1:]
+            if letter == "q" and m.gate:
                 part, gate = part.unflatten(0, (m.heads, 2, -1)).unbind(1)
                 part, gates = part.flatten(0, 1), [gate.reshape(m.kv_heads, -1, *columns)]
             if letter != "v":
                 part = interleave_halves(part, m.rope, m.key_dim)
             parts.append(part.view(m.kv_heads, -1, *columns))
+        return self._arranged(parts, gates)
+
+    def _arranged(self, parts: list[Tensor], gates: list[Tensor]) -> Tensor:
+        """Return the rows of all heads, each [kv_heads, rows, ...]."""
         return torch.cat(parts + gates, dim=1).flatten(0, 1)
 
     def _qk_weight(self, attention: str, m: Attention) -> Tensor | None:

@@ -4,6 +4,7 @@ stated reason."""
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from cbatch.demo import demo_paths
 from cbatch.engine.build import load_engine
 from cbatch.engine.model_files import default_device
 from cbatch.runtime.backend import Requirements
+from cbatch.runtime.gpu import backend
 
 DEFAULT = Requirements("a model", block_size=16)
 
@@ -33,6 +35,10 @@ def test_a_gpu_is_used_for_options_that_it_supports(seen_gpu: pytest.MonkeyPatch
     assert default_device(DEFAULT._replace(kv_cache_dtype="fp8")) == "cuda"
     assert default_device(DEFAULT._replace(numerics="invariant")) == "cpu"
     assert default_device(DEFAULT._replace(impls=("own", "transformers"))) == "cpu"
+    seen_gpu.setattr(backend, "is_gguf", lambda _: True)
+    for plain, device in ((True, "cuda"), (False, "cpu")):
+        seen_gpu.setattr(backend, "read_config", lambda _, p=plain: SimpleNamespace(plain=p))
+        assert default_device(DEFAULT) == device
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from cbatch.runtime.gpu.support import unsupported_on_gpu
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import UnsupportedModelError
 from cbatch.runtime.model.families import families
-from cbatch.runtime.model.records import Experts
+from cbatch.runtime.model.records import Experts, Recurrence
 from tests.runtime import engines
 from tests.runtime.hf_models import build, paged, run_all, tokens_of
 from tests.runtime.marks import needs_compiler
@@ -128,8 +128,6 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 KINDS = [family.name for family in families().values()]
 CASES = [(kind, i) for kind in KINDS for i in range(len(CHANGES.get(kind, [{}])))]
 QUICK_ON_GPU = {"apertus", "exaone4", "gemma2", "gpt_oss", "granite", "olmo2", "phi", "qwen2_moe"}
-NOT_ON_GPU = {"granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"}
-NOT_ON_GPU |= {"falcon_h1", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
 
 
 def cells() -> list[Any]:
@@ -137,8 +135,7 @@ def cells() -> list[Any]:
     their own, with TRITON_INTERPRET=1; there, most families are left to `make prove-gpu`."""
     if interpret():
         marks = {False: (), True: pytest.mark.gpu_proofs}
-        cases = [case for case in CASES if case[0] not in NOT_ON_GPU]
-        return [pytest.param(*e, "gpu", marks=marks[e[0] not in QUICK_ON_GPU]) for e in cases]
+        return [pytest.param(*e, "gpu", marks=marks[e[0] not in QUICK_ON_GPU]) for e in CASES]
     compiled = [pytest.param(*each, "cpu", marks=needs_compiler) for each in CASES]
     return compiled + [pytest.param(*each, "torch") for each in CASES]
 
@@ -226,15 +223,15 @@ class Mistaken(Lookup):
 
 def check_on_gpu(folder: Path, rows: list[np.ndarray], expected: torch.Tensor) -> None:
     """Compute fewer tokens, since kernels are interpreted: by ragged steps, then all in one."""
-    lengths = [12, 3, 9]
+    decoder = load_decoder(folder, device="cpu", numerics="invariant")
+    lengths = [19 if decoder.config.recurrent else 12, 3, 9]  # states are kept after 16
     expected = torch.cat(
         [part[:n] for part, n in zip(expected.split([*map(len, rows)]), lengths, strict=True)]
     )
     rows = [row[:n] for row, n in zip(rows, lengths, strict=True)]
-    decoder = load_decoder(folder, device="cpu", numerics="invariant")
     model, logits = cast("Model", OneCall(decoder)), []
-    for sizes in ([5, 1, 8], [12]):
-        kv = KVCache(decoder.config, 6, 16, torch.float32, "cpu")
+    for sizes in ([5, 1, 8], lengths[:1]):
+        kv = KVCache(decoder.config, 6, 16, torch.float32, "cpu", num_pages=6, num_slots=3)
         with torch.inference_mode():
             logits.append(run_all(model, kv, paged(kv, rows), sizes))
     assert (logits[0] - expected).abs().max() < BOUND * expected.std()
@@ -347,8 +344,10 @@ def test_what_a_gpu_does_not_interpret_is_named(
     assert unsupported_on_gpu(config.with_mixers(value_dim=6)) == "values narrower than keys"
     clamped = config.with_feed_forwards(activation="clamped")
     assert unsupported_on_gpu(clamped) == "the activation clamped"
-    bare = structs.replace(config, layers=(structs.replace(config.layers[0], feed_forward=None),))
-    assert unsupported_on_gpu(bare) == "a layer without a feed-forward"
+    lone = Recurrence(rule="convolution", heads=1, value_dim=32, kernel=3)
+    lone_layers = (structs.replace(config.layers[0], mixer=lone, feed_forward=None),)
+    recurrent = structs.replace(config, layers=lone_layers)
+    assert unsupported_on_gpu(recurrent) == "no layer with attention"
     apart = structs.replace(config.layers[0].mixer, kv_heads=1)
     layers = config.layers[0], structs.replace(config.layers[0], mixer=apart)
     mixed = structs.replace(config, layers=layers)

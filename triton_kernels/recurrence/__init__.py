@@ -84,7 +84,8 @@ def recur(
             HEADS=m.heads, KEY_HEADS=m.key_heads, KEY_DIM=m.key_dim, VALUE_DIM=m.value_dim,
             ROW=m.channels, KEYS_AT=keys_at, QUERIES_AT=0 if delta else inner + keys,
             RATES_AT=m.channels + inner, KEY_WIDTH=memory.keys.shape[2],
-            WIDTH=memory.values.shape[3], PAGE=page_tokens, BLOCK_KEY=block_key,
+            WIDTH=memory.values.shape[3], PAGE=page_tokens,
+            GROUP=1 if m.tiled else m.heads // m.key_heads, BLOCK_KEY=block_key,
             BLOCK_VALUE=block_value, **options,
         )  # fmt: skip
         parts = m.heads if delta else m.groups

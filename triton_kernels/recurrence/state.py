@@ -12,15 +12,14 @@ _VALUES = tl.constexpr(4)  # field of the memory: Triton's tuples have `values` 
 
 @jit
 def entries_of(
-    mixed_ptr, memory, entry, at, position, first, row, slot, head, ring, values,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEYS_AT: tl.constexpr, ROW: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
+    mixed_ptr, memory, entry, at, position, first, row, slot, head, key_head, ring, values,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS_AT: tl.constexpr,
+    ROW: tl.constexpr, KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_KEY: tl.constexpr,
 ):  # fmt: skip
     """Return keys [entries, BLOCK_KEY] and values of the tokens before place `at` of a block. Keys
     of this pass are not kept yet."""
     p, old, dims = position - at + entry, entry < at, tl.arange(0, BLOCK_KEY)
-    key_head, inside = head // (HEADS // KEY_HEADS), (dims < KEY_DIM)[None, :]
+    inside = (dims < KEY_DIM)[None, :]
     kept = memory.keys + (slot * ring + p % ring) * KEY_WIDTH
     kept = kept[:, None] + (key_head * KEY_DIM + dims)[None, :]
     own = mixed_ptr + (row + p - position).to(tl.int64) * ROW + KEYS_AT
@@ -35,8 +34,8 @@ def entries_of(
 @jit
 def add_earlier(
     u, out, key, query, total, decays, mixed_ptr, memory, at, position, first, row, slot, head,
-    ring, values, DELTA: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS_AT: tl.constexpr, ROW: tl.constexpr,
+    key_head, ring, values, DELTA: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS_AT: tl.constexpr, ROW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_KEY: tl.constexpr,
 ):  # fmt: skip
     """Return the value and the output of the token at place `at` of a block, with what the tokens
@@ -44,8 +43,8 @@ def add_earlier(
     for e in range(0, at, _ENTRIES):
         entry = e + tl.arange(0, _ENTRIES)
         keys, earlier = entries_of(
-            mixed_ptr, memory, entry, at, position, first, row, slot, head, ring, values,
-            HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW, KEY_WIDTH, WIDTH, BLOCK_KEY,
+            mixed_ptr, memory, entry, at, position, first, row, slot, head, key_head, ring, values,
+            HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW, KEY_WIDTH, WIDTH, BLOCK_KEY,
         )  # fmt: skip
         weight = tl.exp(tl.minimum(total - tl.gather(decays, entry, 0), 0.0))
         if DELTA:
@@ -59,8 +58,8 @@ def add_earlier(
 @jit
 def store_state(
     state, total, decays, mixed_ptr, memory, table, of_page, inside, position, first, row, slot,
-    head, ring, values, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS_AT: tl.constexpr, ROW: tl.constexpr,
+    head, key_head, ring, values, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS_AT: tl.constexpr, ROW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
 ):  # fmt: skip
     """Return the state after a whole block, whose last token is at `position`. Keep it if the
@@ -69,8 +68,8 @@ def store_state(
     for e in range(0, PAGE, _ENTRIES):
         entry = e + tl.arange(0, _ENTRIES)
         keys, earlier = entries_of(
-            mixed_ptr, memory, entry, PAGE, position + 1, first, row + 1, slot, head, ring, values,
-            HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW, KEY_WIDTH, WIDTH, BLOCK_KEY,
+            mixed_ptr, memory, entry, PAGE, position + 1, first, row + 1, slot, head, key_head,
+            ring, values, HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW, KEY_WIDTH, WIDTH, BLOCK_KEY,
         )  # fmt: skip
         weight = tl.exp(tl.minimum(total - tl.gather(decays, entry, 0), 0.0))
         keys = tl.trans(keys * weight[:, None])
@@ -115,8 +114,8 @@ def recur_kernel(
     stride, table_width, ring, min_step, max_step, DELTA: tl.constexpr, HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROW: tl.constexpr,
     KEYS_AT: tl.constexpr, QUERIES_AT: tl.constexpr, RATES_AT: tl.constexpr,
-    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Compute a sequence's rows of one head and `BLOCK_VALUE` values; keep entries and states."""
     head, sequence = tl.program_id(0), tl.program_id(2)
@@ -131,7 +130,7 @@ def recur_kernel(
         in_key, in_value = dims < KEY_DIM, values < VALUE_DIM
         inside = in_key[:, None] & in_value[None, :]
         of_page = (head * KEY_DIM + dims)[:, None] * WIDTH + values[None, :]
-        of_head, at_head = slot * HEADS + head, head // (HEADS // KEY_HEADS) * KEY_DIM + dims
+        of_head, key_head = slot * HEADS + head, head // GROUP % KEY_HEADS
         state, decays = memory_of(
             memory, table, of_page, inside, of_head, block, first, ring, HEADS, KEY_DIM, WIDTH, PAGE
         )
@@ -142,7 +141,7 @@ def recur_kernel(
             step, factor = step_of(rates, head, step_bias_ptr, min_step, max_step, HEADS, DELTA)
             total = tl.where(at == 0, 0.0, total) + tl.load(decay_ptr + head) * step
             decays, since = tl.where(places == at, total, decays), tl.exp(total)
-            mixed = mixed_ptr + row * ROW
+            mixed, at_head = mixed_ptr + row * ROW, key_head * KEY_DIM + dims
             key = tl.load(mixed + KEYS_AT + at_head, mask=in_key, other=0.0)
             query = tl.load(mixed + QUERIES_AT + at_head, mask=in_key, other=0.0)
             at_value = (2 * KEY_HEADS * KEY_DIM if DELTA else 0) + head * VALUE_DIM + values
@@ -152,7 +151,7 @@ def recur_kernel(
                 u -= since * tl.sum(state * key[:, None], 0)
             u, out = add_earlier(
                 u, out, key, query, total, decays, mixed_ptr, memory, at, position, first, row,
-                slot, head, ring, values, DELTA, HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW,
+                slot, head, key_head, ring, values, DELTA, HEADS, KEY_DIM, VALUE_DIM, KEYS_AT, ROW,
                 KEY_WIDTH, WIDTH, BLOCK_KEY,
             )  # fmt: skip
             u *= factor
@@ -167,7 +166,7 @@ def recur_kernel(
             if at + 1 == PAGE:
                 state = store_state(
                     state, total, decays, mixed_ptr, memory, table, of_page, inside, position,
-                    first, row, slot, head, ring, values, HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM,
+                    first, row, slot, head, key_head, ring, values, HEADS, KEY_DIM, VALUE_DIM,
                     KEYS_AT, ROW, KEY_WIDTH, WIDTH, PAGE, BLOCK_KEY,
                 )  # fmt: skip
 

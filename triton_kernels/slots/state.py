@@ -33,6 +33,7 @@ class ArenaSizes(NamedTuple):
     listed: int  # entries in the list of tokens whose logits are shaped
     drafts: int = 0  # further entries for the drafts of a step
     guess: int = 0  # words of a lookup's drafts from the host
+    boundaries: int = 0  # block boundaries with a state of recurrent layers
 
     @property
     def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -53,6 +54,7 @@ class ArenaSizes(NamedTuple):
             "tokens": (i32, (self.tokens,)),
             "blocks": (i32, (self.blocks,)),
             "guess": (i32, (self.guess,)),
+            "pages": (i32, (self.boundaries,)),
         }
 
     @property
@@ -105,6 +107,7 @@ class SlotState(NamedTuple):
     penalties: Tensor
     min_tokens: Tensor
     guess: Tensor  # int32 [slots, n], see `guesses`
+    pages: Tensor  # int32 [slots, n], the state page of each block boundary, or -1
     work: Tensor  # int32 [6, slots], see `SlotWork`
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.layers import RecurrenceWeights
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Attention
 from triton_kernels.attention import (
     Heads,
     Partials,
@@ -24,6 +26,7 @@ from triton_kernels.attention import (
     plan,
 )
 from triton_kernels.attention.table import INVARIANT_ROWS, SPLIT_TOKENS, arch_of, tile_for
+from triton_kernels.recurrence import Sequences, recur
 
 _INTERPRETED = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
 # Tiles are sized for queries of up to this many tokens; a longer query takes several tiles.
@@ -145,19 +148,29 @@ class PagedAttention:
         tuning: Tuning,
         scales: Sequence[tuple[float, float]] | None = None,
         first_key: int = 0,
+        state_pages: Tensor | None = None,
+        state_slots: Tensor | None = None,
     ) -> None:
+        """`state_pages` int32 [S, n], with recurrent layers: the page of the state at each block
+        boundary. `state_slots` int32 [S]: where entries are kept; None: in row order."""
         self.scales = scales or [(1.0, 1.0)] * config.num_layers
         self._kv, self._tables, self._first_key = kv, tables, first_key
+        self._mixers: list[Any] = [layer.mixer for layer in config.layers]
         self._work = tuning.work_lists(
             heads_of(config),
             tables.device,
             max_tokens=max_tokens,
             max_sequences=len(tables),
-            windows=dict.fromkeys(config.windows),
+            windows={m.window: None for m in self._mixers if isinstance(m, Attention)},
         )
         works = next(iter(self._work.values()))
         self.short_tokens = works[0][0].queries[1]
         self._launched = slice(None)
+        self._state_pages = state_pages
+        self._sequences: Sequences | None = None
+        if state_slots is None:
+            state_slots = torch.arange(len(tables), dtype=torch.int32, device=tables.device)
+        self._state_slots = state_slots
 
     @property
     def lengths(self) -> list[int]:
@@ -172,11 +185,25 @@ class PagedAttention:
         for works in self._work.values():
             for work, _ in works[self._launched]:
                 plan(query_starts, contexts, work)
+        if self._kv.state is not None:
+            assert self._state_pages is not None
+            places = self._state_pages, self._state_slots
+            self._sequences = Sequences(query_starts, contexts, *places)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return K and V of a layer, each [blocks, block_size, kv_heads, head_dim]."""
-        k, v = self._kv.data[layer].permute(0, 2, 3, 1, 4)
+        m = self._mixers[layer]
+        shape = m.kv_heads, -1, self._kv.block_size, 2, m.key_dim
+        k, v = self._kv.block_rows[layer].view(shape).permute(3, 1, 2, 0, 4)
         return k, v
+
+    def recur(self, layer: int, rows: Tensor, weights: RecurrenceWeights) -> Tensor:
+        """Return the output [T, inner] of a recurrent layer, from the rows of its projection.
+        Padding rows are left uninitialised."""
+        state, m = self._kv.state, self._mixers[layer]
+        assert state is not None and self._sequences is not None
+        memory = state.layers[layer]
+        return recur(rows, m, weights, memory, self._sequences, self._kv.block_size)
 
     def run(
         self,

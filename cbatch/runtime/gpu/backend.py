@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -11,7 +12,9 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.backend import LoadRequest, Requirements
 from cbatch.runtime.gpu.support import unsupported_on_gpu
+from cbatch.runtime.model.checkpoint import read_config
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.gguf_file import is_gguf
 from cbatch.runtime.rank_group import RankGroup
 
 if TYPE_CHECKING:
@@ -30,14 +33,14 @@ class GpuBackend:
     default_overlap: Literal[0, 1] = 1
 
     def may_auto_select(self, needs: Requirements) -> bool:
-        """Return whether torch sees a GPU that supports `needs`. Invariant numerics and
-        transformers' modelling code default to the CPU, because they were only tested there."""
+        """Return whether torch sees a GPU that supports `needs`. Invariant numerics, models other
+        than Llama's kind and transformers' code default to the CPU: they were only tested there."""
         if not torch.cuda.is_available():
             return False
         problem = _problem()
         if problem is None and needs.numerics == "invariant":
             problem = f"numerics: 'invariant' {_UNTESTED}"
-        if problem is None and needs.impls != ("own", "own"):
+        if problem is None and (needs.impls != ("own", "own") or not _is_plain(needs.model)):
             problem = f"this model's code {_UNTESTED}"
         if problem is None:
             try:
@@ -75,6 +78,11 @@ class GpuBackend:
         from cbatch.runtime.gpu.loaded import load_models
 
         return load_models(request)
+
+
+def _is_plain(model: str | Path) -> bool:
+    """Return False for a GGUF file whose layers are not all Llama's. `impls` do not say it."""
+    return not is_gguf(Path(model)) or read_config(Path(model)).plain
 
 
 def _problem() -> str | None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.device import current
 from cbatch.runtime.gpu.experts import bytes_per_token
-from cbatch.runtime.gpu.layers import FlatTokens, LayerPass, lower
+from cbatch.runtime.gpu.layers import FlatTokens, LayerPass, bytes_of_mixer, lower
 from cbatch.runtime.gpu.products import ProductBuilder
 from cbatch.runtime.gpu.support import unsupported_on_gpu
 from cbatch.runtime.model.checkpoint import open_checkpoint, warn_unread
 from cbatch.runtime.model.config import ModelConfig, UnsupportedModelError
-from cbatch.runtime.model.records import Experts
+from cbatch.runtime.model.records import Attention, Experts
 from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.model.weight_files import WeightSource
 from triton_kernels.products.dense import MANY_ROWS, keeps_bits
@@ -65,8 +65,11 @@ class Decoder:
             self.layers = [lower(*each) for each in enumerate(layers)]
             self.matrix_bytes = self._matrix_bytes()
             self.kv_scales = [_kv_scales(source, i) for i in range(config.num_layers)]
-            self._rotary = [(each.mixer.rope, each.mixer.key_dim) for each in config.layers]
-            self._tables = {each: RotaryTable(*each, device) for each in self._rotary}
+            mixers = [each.mixer for each in config.layers]
+            self._rotary = [
+                (m.rope, m.key_dim) if isinstance(m, Attention) else None for m in mixers
+            ]
+            self._tables = {each: RotaryTable(*each, device) for each in self._rotary if each}
         # Other implementations round this factor to the model's type.
         self._embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()
 
@@ -104,7 +107,8 @@ class Decoder:
     def pass_bytes(self, tokens: int) -> int:
         """Return the bytes of one layer's activations for `tokens` tokens."""
         c = self.config
-        projected = c.attention.row_width + c.attention.heads * c.attention.key_dim
+        mixers = {each.mixer for each in c.layers}
+        projected = max((bytes_of_mixer(m, self.dtype.itemsize) for m in mixers), default=0)
         forward = 0
         for f in {each.feed_forward for each in c.layers}:
             if isinstance(f, Experts):
@@ -112,12 +116,13 @@ class Decoder:
             else:
                 of_token = 3 * (0 if f is None else f.inner) * self.dtype.itemsize
             forward = max(forward, of_token)
-        return tokens * ((6 * c.hidden_size + projected) * self.dtype.itemsize + forward)
+        return tokens * (6 * c.hidden_size * self.dtype.itemsize + projected + forward)
 
-    def cos_sin(self, max_tokens: int) -> list[Tensor]:
-        """Return each layer's rotary table of positions below `max_tokens`, for `kv_write`."""
+    def cos_sin(self, max_tokens: int) -> list[Tensor | None]:
+        """Return the rotary table of positions below `max_tokens`, for `kv_write`, of each layer
+        with attention."""
         tables = {each: table.cos_sin(max_tokens) for each, table in self._tables.items()}
-        return [tables[each] for each in self._rotary]
+        return [None if each is None else tables[each] for each in self._rotary]
 
     @property
     def final_norm(self) -> Tensor:
@@ -140,7 +145,7 @@ class Decoder:
         self,
         flat: FlatTokens,
         attention: PagedAttention,
-        cos_sin: list[Tensor],
+        cos_sin: list[Tensor | None],
         hidden: Hidden,
         states: Tensor | None = None,
     ) -> None:

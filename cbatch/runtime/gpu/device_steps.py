@@ -229,12 +229,21 @@ class DeviceSteps:
     ) -> tuple[KVCache, PagedAttention]:
         config, page_tokens = decoder.config, self.limits.block_size
         kv_dtype, tuning = self._kv_dtype or decoder.dtype, self._tuning
-        kv = KVCache(config, self._num_blocks, page_tokens, kv_dtype, decoder.device)
+        kv = KVCache(
+            config,
+            self._num_blocks,
+            page_tokens,
+            kv_dtype,
+            decoder.device,
+            self.limits.num_state_pages,
+            self.limits.max_num_seqs,
+            self.limits.max_drafts,
+        )
         if tuning is None:
             tuning = self.limits.tuning_of(decoder, kv_dtype)
         scales = kv_scales(decoder, kv_dtype)
-        tables = self.state.blocks
-        return kv, PagedAttention(config, kv, tables, max_tokens, tuning, scales, first_key)
+        tables, pages = self.state.blocks, self.state.pages
+        return kv, PagedAttention(config, kv, tables, max_tokens, tuning, scales, first_key, pages)
 
 
 class Masking:

@@ -35,6 +35,7 @@ class GpuExecutor:
       previous step's result; its forward pass does not.
     - `kv_dtype`: type of the KV cache, the model's by default, or an fp8 type.
     - `eos_ids`: the ids of end tokens, for `check`.
+    - `num_state_pages`: pages for the states of recurrent layers.
     - `tuning`: tile and launch sizes of attention, by default from the table for this device.
 
     `submit` queues the work of a step and never waits for the device. The result is one copy to the
@@ -58,18 +59,19 @@ class GpuExecutor:
         kv_dtype: torch.dtype | None = None,
         tuning: Tuning | None = None,
         eos_ids: tuple[int, ...] = (),
+        num_state_pages: int = 0,
     ) -> None:
         draft, lookups = (draft, lookups) if max_drafts else (None, None)
         if draft is None and lookups is None:
             max_drafts = 0
         step = max_num_seqs, max_sequence_tokens, max_num_batched_tokens, block_size, max_drafts
-        limits = StepLimits.of(draft, *step)
+        limits = StepLimits.of(draft, *step)._replace(num_state_pages=num_state_pages)
         self.target, self.draft, self.limits = target, draft, limits
         self.steps = steps = DeviceSteps(target, draft, limits, num_blocks, kv_dtype, tuning)
         self.queue, self.kv, self.draft_kv = steps.queue, steps.kv, steps.draft_kv
         self.target_pass, self.draft_passes = steps.target_pass, steps.draft_passes
         self.state = steps.state
-        self._slots = HostSlots(steps.sizes, steps.places)
+        self._slots = HostSlots(steps.sizes, steps.places, block_size)
         self._eos_ids = eos_ids
         model = None
         if self.draft_passes is not None:

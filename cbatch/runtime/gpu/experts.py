@@ -27,7 +27,7 @@ _PAIR_BYTES = 4 * (3 + 2 * 3)
 
 def bytes_per_token(f: Experts, hidden: int, item_bytes: int) -> int:
     """Return the bytes of a token's activations and scores, and of its pairs in every list."""
-    values = f.chosen * (f.inner + hidden) + 3 * f.shared * f.inner + hidden
+    values = f.chosen * (f.inner + hidden) + 3 * f.shared_inner + hidden
     return values * item_bytes + (f.count + 1) * 4 + f.chosen * _PAIR_BYTES
 
 
@@ -39,11 +39,13 @@ class ExpertsForward:
         self,
         record: Experts,
         router: InvariantDense,
+        correction: Tensor | None,
         gate_up: Matrices,
         down: Matrices,
         shared: Any = None,
     ) -> None:
         self._record, self._router, self._shared = record, router, shared
+        self._correction = correction
         self._gate_up, self._down = gate_up, down
         tiles = [GroupedTile.of(router.weight.dtype, each.weight) for each in (gate_up, down)]
         rows = min(tile.rows for tile in tiles)  # both products use the same sorted pairs
@@ -63,7 +65,15 @@ class ExpertsForward:
         scores = rows.new_empty(len(rows), len(router.weight), dtype=torch.float32)
         dense(rows, router.weight, router.bias, scores)
         has_shared = self._shared is not None
-        chosen, weights = route(scores, f.chosen, normalized=f.normalized, shared=has_shared)
+        chosen, weights = route(
+            scores,
+            f.chosen,
+            normalized=f.normalized,
+            shared=has_shared,
+            sigmoid=f.sigmoid,
+            bias=self._correction,
+            scale=f.scale,
+        )
         tiles = self._tiles
         pairs = sort_pairs(chosen, f.count, tiles[0].rows)
         inner = grouped(rows, self._gate_up, pairs, f.count, tiles[0], self._gate)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.experts import ExpertsForward
 from cbatch.runtime.gpu.products import DeviceNorm
 from cbatch.runtime.layers import Layer
-from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward
+from cbatch.runtime.model.records import Attention, Branch, Experts, FeedForward, Recurrence
 from triton_kernels.layers.activation import activate
 from triton_kernels.layers.kv_write import kv_write
 
@@ -37,7 +38,7 @@ class LayerPass(NamedTuple):
 
     flat: FlatTokens
     attention: PagedAttention
-    tables: Sequence[Tensor]
+    tables: Sequence[Any]
 
 
 class DeviceForward(Protocol):
@@ -76,15 +77,20 @@ class AttentionMixer:
         self.products = layer.qkv, layer.out
         self._qk_weight, self._sinks = layer.qk_weight, layer.sinks
 
+    def _heads(self, projected: Tensor) -> Tensor:
+        """Return q, k and v [T, kv_heads, group + 2, head_dim], which come before gates."""
+        m = self._record
+        width = m.kv_heads * (m.group + 2) * m.key_dim
+        return projected[:, :width].unflatten(1, (m.kv_heads, m.group + 2, m.key_dim))
+
     def project(self, rows: Tensor, at: LayerPass) -> Tensor:
-        """Write K and V to the cache; return q, k and v [T, kv_heads, group + 2, head_dim]."""
+        """Write K and V to the cache; return the first product's rows, with queries rotated."""
         m, attention = self._record, at.attention
-        fused: Tensor = self.products[0](rows)
-        fused = fused.view(len(rows), m.kv_heads, m.group + 2, m.key_dim)
+        projected: Tensor = self.products[0](rows)
         k_pages, v_pages = attention.pages(self._index)
         k_scale, v_scale = attention.scales[self._index]
         kv_write(
-            fused,
+            self._heads(projected),
             at.flat.positions,
             at.flat.slots,
             at.tables[self._index],
@@ -97,15 +103,43 @@ class AttentionMixer:
             norms_rotated=m.norms_rotated,
             early=True,
         )
-        return fused
+        return projected
 
-    def attend(self, fused: Tensor, at: LayerPass) -> Tensor:
+    def attend(self, projected: Tensor, at: LayerPass) -> Tensor:
         """Return the mixer's output [T, hidden]."""
-        m, queries = self._record, fused[:, :, : self._record.group]
+        m, queries = self._record, self._heads(projected)[:, :, : self._record.group]
         mixed = at.attention.run(
             self._index, m.window, queries, m.scale, m.soft_cap or None, self._sinks
         )
+        if m.gate:
+            mixed *= projected[:, -mixed.shape[1] :].sigmoid()
         return self.products[1](mixed)
+
+
+class RecurrentMixer:
+    """A mixer with a state by block, of layer `index`."""
+
+    def __init__(self, index: int, layer: Layer[Any]) -> None:
+        assert layer.recurrence is not None
+        self._index, self._weights = index, layer.recurrence
+        self.products = layer.qkv, layer.out
+
+    def project(self, rows: Tensor, at: LayerPass) -> Tensor:
+        """Return the rows of the first product."""
+        projected: Tensor = self.products[0](rows)
+        return projected
+
+    def attend(self, projected: Tensor, at: LayerPass) -> Tensor:
+        """Return the mixer's output [T, hidden]."""
+        return self.products[1](at.attention.recur(self._index, projected, self._weights))
+
+
+def bytes_of_mixer(m: Attention | Recurrence, item_bytes: int) -> int:
+    """Return the bytes of a token's activations in a mixer."""
+    if isinstance(m, Attention):
+        gates = m.heads * m.value_dim if m.gate else 0
+        return (m.row_width + m.heads * m.key_dim + gates) * item_bytes
+    return (m.row_width + m.inner) * item_bytes + 4 * (m.channels + m.inner + m.heads)
 
 
 class DecoderLayer:
@@ -116,7 +150,7 @@ class DecoderLayer:
         layer: Layer[Any],
         norms: Sequence[DeviceNorm | None],
         mixer: Any,
-        forward: DeviceForward,
+        forward: DeviceForward | None,
     ) -> None:
         """`norms`: before the mixer and before the feed-forward."""
         self.record, self.mixer, self._forward = layer.record, mixer, forward
@@ -124,16 +158,20 @@ class DecoderLayer:
         self._after = layer.after_attention, layer.after_forward
 
     def products(self) -> tuple[Any, ...]:
-        return *self.mixer.products, *self._forward.products
+        return *self.mixer.products, *(() if self._forward is None else self._forward.products)
 
     def enter(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add `x` to the residual stream, fp32 [T, hidden]; return the rows that the mixer
         reads."""
+        if self.record.joint:  # it reads the stream before `x`
+            rows = _added(self._norm, torch.zeros_like(x), residual)
+            residual.add_(x)
+            return rows
         return _added(self._norm, x, residual)
 
     def finish(
         self,
-        fused: Tensor,
+        projected: Tensor,
         rows: Tensor,
         residual: Tensor,
         at: LayerPass,
@@ -142,7 +180,9 @@ class DecoderLayer:
         """Compute the rest of a layer from its projections and the rows that they were made of.
         Return what the next layer adds to the residual stream, in `out` if given."""
         forward: Any = self.record.feed_forward
-        mixed = _joined(self.record.mixer, self.mixer.attend(fused, at), self._after[0])
+        mixed = _joined(self.record.mixer, self.mixer.attend(projected, at), self._after[0])
+        if self._forward is None:
+            return mixed if out is None else out.copy_(mixed)
         if self.record.parallel:
             residual.add_(mixed)
         else:
@@ -168,16 +208,20 @@ def _joined(branch: Branch, x: Tensor, out_norm: Any) -> Tensor:
 def lower(index: int, layer: Layer[Any]) -> DecoderLayer:
     """Return a layer by the kernels of a GPU. It must be supported; see `unsupported_on_gpu`."""
     m, f = layer.record.mixer, layer.record.feed_forward
-    assert isinstance(m, Attention)
-    forward: DeviceForward
+    mixer: Any = (
+        RecurrentMixer(index, layer)
+        if isinstance(m, Recurrence)
+        else AttentionMixer(index, m, layer)
+    )
+    forward: DeviceForward | None = None
     if isinstance(f, Experts):
         gate_up, down, shared = layer.experts
         if shared is not None:
-            dense = FeedForward(inner=f.shared * f.inner, activation=f.activation)
+            dense = FeedForward(inner=f.shared_inner, activation=f.activation)
             shared = DenseForward(dense, shared["gate_up"], shared["down"])
-        forward = ExpertsForward(f, layer.gate_up, gate_up, down, shared)
-    else:
-        assert f is not None
+        router = layer.gate_up, layer.router_bias
+        forward = ExpertsForward(f, *router, gate_up, down, shared)
+    elif f is not None:
         forward = DenseForward(f, layer.gate_up, layer.down, layer.xielu)
-    norms = layer.qkv.norm, layer.gate_up.norm
-    return DecoderLayer(layer, norms, AttentionMixer(index, m, layer), forward)
+    norms = layer.qkv.norm, None if f is None else layer.gate_up.norm
+    return DecoderLayer(layer, norms, mixer, forward)

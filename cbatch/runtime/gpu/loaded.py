@@ -24,6 +24,7 @@ from cbatch.runtime.gpu.memory import Draft, StepLimits, check_pool, kv_dtype_of
 from cbatch.runtime.gpu.modelling import OneCall, load_modelling_decoder
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.sampling.structured import GrammarSource
+from cbatch.runtime.state_memory import slot_bytes
 from cbatch.system.machine import mib
 
 KV_SHARE = 0.85  # default share of the KV cache in the memory that weights and steps leave free
@@ -57,7 +58,8 @@ class GpuModels:
         return size
 
     def state_bytes(self, block_size: int, max_drafts: int) -> tuple[int, int]:
-        return 0, 0
+        config = self.target.config
+        return config.state_page_bytes, slot_bytes(config, block_size, max_drafts)
 
     def kv_memory_bytes(self, step: LargestStep, share: float | None, weight_bytes: int) -> int:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.target.device)
@@ -107,6 +109,7 @@ class GpuModels:
             grammars=grammars,
             eos_ids=config.eos_ids,
             kv_dtype=kv_dtype_of(self.target, self._kv_cache_dtype),
+            num_state_pages=config.num_state_pages,
         )
         executor.capture(groups_of(default_params or SamplingParams()))
         return executor

@@ -13,6 +13,7 @@ from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, aligned
 from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Attention
 from triton_kernels.attention import MAX_ELEMENTS
 from triton_kernels.attention.table import arch_of, tile_for
 from triton_kernels.sampling.launch import bytes_a_row
@@ -41,6 +42,7 @@ class StepLimits(NamedTuple):
     block_size: int
     max_drafts: int  # of a row; 0: no speculation
     is_head: bool = False  # the draft reads the target's states, and never catches up
+    num_state_pages: int = 0  # of recurrent layers
 
     @classmethod
     def of(cls, draft: Draft | None, *step: int) -> StepLimits:
@@ -73,15 +75,17 @@ class StepLimits(NamedTuple):
     def arena_of(self, config: ModelConfig) -> ArenaSizes:
         """Return the sizes of the device's slot state. One extra slot is for padding rows."""
         tokens, vocab = self.max_sequence_tokens, config.vocab_size
+        blocks = aligned(-(-tokens // self.block_size))
         return ArenaSizes(
             slots=self.max_num_seqs + 1,
             tokens=aligned(tokens),
-            blocks=aligned(-(-tokens // self.block_size)),
+            blocks=blocks,
             vocab=vocab,
             listed=aligned(min(vocab, tokens + _SPARE_ENTRIES)),
             drafts=aligned(self.max_drafts),
             # The tokens that the pending step may emit, and the drafts after them.
             guess=HEAD_WORDS + 2 * self.max_drafts + 1 if self.max_drafts else 0,
+            boundaries=blocks + 1 if config.recurrent else 0,
         )
 
 
@@ -133,7 +137,8 @@ def _persistent_bytes(decoder: Draft, tokens: int, limits: StepLimits) -> int:
         return 0
     heads, tuning = heads_of(config), limits.tuning_of(decoder)
     stream = tokens * config.hidden_size * (_FP32_BYTES + decoder.dtype.itemsize)
-    num_tables = len({layer.mixer.rope for layer in config.layers})
+    mixers = (layer.mixer for layer in config.layers)
+    num_tables = len({m.rope for m in mixers if isinstance(m, Attention)})
     rotary = 2 * limits.max_sequence_tokens * heads.head_dim * _FP32_BYTES * num_tables
     return stream + tuning.partial_bytes(heads) + rotary
 

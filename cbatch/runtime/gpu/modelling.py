@@ -286,7 +286,11 @@ def lay_out(
     heads = heads_of(decoder.config)
     tuning = Tuning.of(heads, decoder.dtype, device, kv.block_size, decoder.dtype)
     tables, count = _int32_on(batch.block_tables, device), len(flat.tokens)
-    attention = PagedAttention(decoder.config, kv, tables, count, tuning, first_key=first_key)
+    states = {"first_key": first_key}
+    for name, array in (("pages", batch.state_tables), ("slots", batch.state_slots)):
+        if array is not None:
+            states[f"state_{name}"] = _int32_on(array, device)
+    attention = PagedAttention(decoder.config, kv, tables, count, tuning, **states)
     contexts = _int32_on(batch.context_lens, device)
     attention.plan(_int32_on(np.cumsum([0, *lens]), device), contexts)
     return flat, attention

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cbatch.runtime.layers import LayerBuilder
 from cbatch.runtime.model.records import Attention, Experts, FeedForward, Norm
-from cbatch.runtime.model.rope import interleave_halves
 from triton_kernels.layers.norm import norm_rows
 from triton_kernels.products.dense import dense
 from triton_kernels.products.grouped import Matrices
@@ -133,13 +132,15 @@ class ProductBuilder(LayerBuilder[Any]):
             return super()._qkv(attention, m, norm, shift)
 
         def fuse(qkv: list[Tensor]) -> Tensor:
-            q, k, v = qkv
-            parts = (*(interleave_halves(part, m.rope, m.key_dim) for part in (q, k)), v)
-            heads = [part.view(m.kv_heads, -1, m.key_dim, part.shape[1]) for part in parts]
-            return torch.cat(heads, dim=1).flatten(0, 2)
+            return self._by_head(m, dict(zip("qkv", qkv, strict=True)))
 
         bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         return self._quantised(parts, fuse, bias, norm)
+
+    def _arranged(self, parts: list[Tensor], gates: list[Tensor]) -> Tensor:
+        """Return gates after the rows of all heads."""
+        heads = super()._arranged(parts, [])
+        return torch.cat([heads, *(gate.flatten(0, 1) for gate in gates)])
 
     def _norm(self, place: str, norm: Norm | None, scale: float = 1.0) -> Any:
         if norm is None:
@@ -155,11 +156,16 @@ class ProductBuilder(LayerBuilder[Any]):
         f, hidden = experts, self.config.hidden_size
         router = self._get(f"{mlp}.gate.weight", f.count, hidden)
         bias = self._get(f"{mlp}.gate.bias", f.count) if f.bias else None
+        correction = self._get(f"{mlp}.expert_bias", f.count).float() if f.corrected else None
         shared = None
         if f.shared:
-            gate = self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)
+            if f.shared_gate:
+                gate = self._get(f"{mlp}.shared_expert_gate.weight", 1, hidden)
+            else:  # the sigmoid of this bias is 1
+                gate, bias = router.new_zeros(1, hidden), router.new_zeros(f.count + 1)
+                bias[f.count] = 100.0
             router = torch.cat([router, gate])
-            dense = FeedForward(inner=f.shared * f.inner, activation=f.activation)
+            dense = FeedForward(inner=f.shared_inner, activation=f.activation)
             shared = self._feed_forward(f"{mlp}.shared_expert", dense, None, None)
         gate_up = self._matrices(f"{mlp}.experts.gate_up_proj", f, 2 * f.inner, hidden)
         down = self._matrices(f"{mlp}.experts.down_proj", f, hidden, f.inner)
@@ -167,6 +173,7 @@ class ProductBuilder(LayerBuilder[Any]):
             "gate_up": InvariantDense(router, bias, norm),
             "down": None,
             "experts": (gate_up, down, shared),
+            "router_bias": correction,
         }
 
     def _matrices(self, name: str, f: Experts, outs: int, columns: int) -> Matrices:

@@ -16,6 +16,7 @@ from cbatch.core.request.request import Request, SamplingParams
 from cbatch.core.scheduler.executor import errors_of_row
 from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.runtime.gpu.host_drafts import DraftPlan
+from cbatch.runtime.input_batch import NO_PAGE
 from triton_kernels.sampling.inputs import COUPLED, GREEDY, IN_PROMPT, IS_STOP, REJECTION
 from triton_kernels.slots.state import RUN_WORDS, ArenaSizes, FieldPlace, SlotWork
 
@@ -48,7 +49,7 @@ class SlotUpdate:
 
     def scatter(self, name: str, slots: Words, indices: Words, values: Words) -> None:
         """Set single elements; the last of several values for an element wins. Call it at most
-        once per message, and not for a field that `put_all` sets."""
+        once per message and field, and not for a field that `put_all` sets."""
         offset, stride = self._places[name]
         to = offset + slots.astype(np.int64) * stride + indices
         _, last = np.unique(to[::-1], return_index=True)
@@ -107,8 +108,10 @@ class HostSlots:
     """Occupied slots, the `generation` of each slot's sequence, and how it samples: `mode` is
     GREEDY, REJECTION or COUPLED."""
 
-    def __init__(self, sizes: ArenaSizes, places: dict[str, FieldPlace]) -> None:
-        self._sizes, self._places = sizes, places
+    def __init__(
+        self, sizes: ArenaSizes, places: dict[str, FieldPlace], block_size: int = 1
+    ) -> None:
+        self._sizes, self._places, self._block_size = sizes, places, block_size
         count = sizes.slots
         self.generation = np.zeros(count, dtype=np.int32)
         self.mode = np.full(count, GREEDY, dtype=np.int32)
@@ -205,6 +208,11 @@ class HostSlots:
         elif self._has_lists[slot]:
             self._put_shaping(slot, neutral(sizes.vocab), message)
         self._has_lists[slot] = self.shaped[slot]
+        if sizes.boundaries:
+            pages = np.full(sizes.boundaries, NO_PAGE, dtype=np.int32)
+            boundary = a.kv_len_tokens // self._block_size
+            pages[boundary] = NO_PAGE if a.state_page is None else a.state_page
+            message.put("pages", slot, pages)
 
     def _put_sequence(self, a: NewSequence, message: SlotUpdate) -> None:
         message.put("tokens", a.slot, a.tokens.astype(np.int32, copy=False))
@@ -260,6 +268,8 @@ class HostSlots:
             message.scatter(
                 "blocks", deltas.append_slots, deltas.append_indices, deltas.append_blocks
             )
+        if deltas.state_pages.size:
+            message.scatter("pages", *deltas.state_pages)
 
 
 # --- penalties, biases and token restrictions -----------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from cbatch.runtime.model.config import ModelConfig
-from cbatch.runtime.model.records import Attention, Experts, FeedForward
+from cbatch.runtime.model.records import Attention, Experts, FeedForward, Recurrence
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared", "xielu")
 _BRANCH = ("norm", "out_norm", "out_scale")
@@ -16,13 +16,18 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     Attention: (
         *_BRANCH,
         *("heads", "kv_heads", "key_dim", "value_dim", "scale", "rope", "window", "soft_cap"),
-        *("bias", "out_bias", "qk_norm", "norms_whole", "norms_rotated", "sinks"),
+        *("bias", "out_bias", "qk_norm", "norms_whole", "norms_rotated", "sinks", "gate"),
     ),
     FeedForward: (*_BRANCH, "inner", "activation", "gated", "bias"),
     Experts: (
         *_BRANCH,
         *("count", "chosen", "inner", "activation", "normalized", "shared", "shared_inner", "bias"),
-        *("limit", "alpha"),
+        *("limit", "alpha", "shared_gate", "sigmoid", "corrected", "scale"),
+    ),
+    Recurrence: (
+        *_BRANCH,
+        *("rule", "heads", "value_dim", "kernel", "key_heads", "key_dim", "bias", "out_bias"),
+        *("conv_bias", "norm_eps", "groups", "min_step", "max_step", "tiled"),
     ),
 }
 
@@ -31,16 +36,15 @@ def unsupported_on_gpu(config: ModelConfig) -> str | None:
     """Return what of a model's records a GPU does not compute; None if it computes all."""
     for layer in config.layers:
         m, f = layer.mixer, layer.feed_forward
-        problem = _uninterpreted(m)
-        if problem is None:
-            problem = "a layer without a feed-forward" if f is None else _uninterpreted(f)
-        if problem is not None or layer.joint:
-            return problem or "two mixers of one input"
-        assert isinstance(m, Attention) and f is not None
-        if m.key_dim != m.value_dim:
+        problem = _uninterpreted(m) or (None if f is None else _uninterpreted(f))
+        if problem is not None:
+            return problem
+        if isinstance(m, Attention) and m.key_dim != m.value_dim:
             return "values narrower than keys"
-        if m.norms_rotated and m.rope.attention_factor != 1.0:
+        if isinstance(m, Attention) and m.norms_rotated and m.rope.attention_factor != 1.0:
             return "norms after a rotation that scales"
+        if f is None:
+            continue
         clamped = isinstance(f, Experts) and f.activation == "clamped"
         if f.activation not in _ACTIVATIONS and not clamped:
             return f"the activation {f.activation}"
@@ -48,6 +52,8 @@ def unsupported_on_gpu(config: ModelConfig) -> str | None:
             return "parallel branches with different norms"
     mixers = [each.mixer for each in config.layers if isinstance(each.mixer, Attention)]
     shapes = {(m.kv_heads, m.group, m.key_dim) for m in mixers}
+    if not shapes:
+        return "no layer with attention"
     return "layers with heads of different shapes" if len(shapes) > 1 else None
 
 

@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 from cbatch.core.request.request import Request, StructuredOutputs
 from cbatch.grammars import Grammars
 from cbatch.runtime.cpu.drafters.kinds import HEADS
+from cbatch.runtime.drafting.lookup import Lookup
 from cbatch.runtime.drafting.lookups import NgramLookup, SuffixLookup
 from cbatch.runtime.gpu import device_steps
 from cbatch.runtime.gpu import target_pass as verifying
@@ -26,11 +27,12 @@ from cbatch.runtime.gpu.host_drafts import LookupSettings
 from cbatch.runtime.gpu.target_pass import TargetPass
 from cbatch.runtime.model.head_config import read_head
 from cbatch.runtime.model.head_weights import HeadWeights
+from cbatch.runtime.model.records import Recurrence
 from cbatch.text import TextTokenizer
 from tests.gpu_proofs.interpreted.stream import DeviceFault, HostWaits, Stream
 from tests.gpu_proofs.interpreted.twins import Captures, Differs, LateTwins, Pair, Twins, run_twins
 from tests.runtime import made_heads
-from tests.runtime.engines import make_request
+from tests.runtime.engines import make_request, run_engine
 from tests.text.toy_tokenizers import printable
 from triton_kernels.attention import Tile
 
@@ -307,6 +309,39 @@ def test_late_drafts_leave_the_text_as_it_is(stream: Stream) -> None:
     outputs, seen = run_chains(requests, depth=1, twins=LateTwins)
     assert outputs == plain
     happened(seen, "plans in flight", "accepted", "rejected", "drafted fewer")
+    assert stream.seen["replayed"] > 4
+
+
+class Mistaken(Lookup):
+    """Drafts the rest of known texts, with a mistake at every fifth position."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._texts = texts
+
+    def guess(self, text: Any, depth: int) -> list[int]:
+        own, size = text.tolist(), len(text)
+        rest = next((each[size:] for each in self._texts if each[:size] == own), [])
+        return [token ^ ((size + i) % 5 == 0) for i, token in enumerate(rest[:depth])]
+
+
+def test_recurrent_layers_keep_the_text(stream: Stream) -> None:
+    """Drafts fail around block boundaries. The pool is too small: a preempted request continues
+    from its cached prefix."""
+    heads: dict[str, Any] = {"heads": 2, "value_dim": 16, "key_heads": 1, "key_dim": 16}
+    delta = Recurrence(rule="delta", kernel=4, norm_eps=1e-5, **heads)
+    pair = Pair(vocab_size=VOCAB, recurrence=delta)
+    prompts = [[i, 5, 3, 1] * 3 + [7] * (i % 2) for i in range(4)]
+    requests = [make_request(f"r{i}", each, max_tokens=22) for i, each in enumerate(prompts)]
+    pages = {"num_state_pages": 24, "state_interval": 1, "block_size": 16}
+    alone = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    plain = run_engine(requests, pair.model, **alone, **pages)
+    known = Mistaken([[*each.prompt, *plain.outputs[each.request_id]] for each in requests])
+    lookups = LookupSettings({"ngram": known}, ("ngram",))
+    late: dict[str, Any] = {"depth": 1, "twins": LateTwins}
+    sizes = {"num_blocks": 5, "max_num_seqs": 3, "arrivals": [0, 0, 0, 4]}
+    outputs, seen = run_twins(requests, pair, lookups=lookups, k=3, **late, **sizes, **pages)
+    assert outputs == plain.outputs
+    happened(seen, "accepted", "rejected", "prefix hits", "preemptions", "resumed")
     assert stream.seen["replayed"] > 4
 
 

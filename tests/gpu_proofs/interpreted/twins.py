@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import RowStatus, StepPlan, StepResult
@@ -26,6 +27,7 @@ from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import CudaDevice
 from cbatch.runtime.gpu.executor import GpuExecutor
 from cbatch.runtime.gpu.host_drafts import LookupSettings
+from cbatch.runtime.model.records import Recurrence
 from tests.runtime.engines import NoisyWeights, run_engine, tiny_config
 
 CPU = torch.device("cpu")
@@ -50,9 +52,16 @@ class Pair:
         *,
         poison: int | None = None,
         numerics: str = "fast",
+        recurrence: Recurrence | None = None,
         **changes: Any,
     ) -> None:
+        """`recurrence`: the mixer of the first layer, in place of attention."""
         config = tiny_config(head_dim=16, **changes)
+        if recurrence is not None:
+            first, *rest = config.layers
+            recurrence = structs.replace(recurrence, norm=first.mixer.norm)
+            first = structs.replace(first, mixer=recurrence)
+            config = structs.replace(config, layers=(first, *rest))
         self.config = config.with_feed_forwards(bias=changes.get("mlp_bias", False))
         source = NoisyWeights(1, noise, poison)
         self.model = Model(self.config, source, torch.float32, "fast")

@@ -25,9 +25,10 @@ pytestmark = [
 
 PAGE, DRAFTS, LENGTH = 16, 4, 33
 HEADS: dict[str, Any] = {"kernel": 4, "heads": 2, "value_dim": 20, "key_heads": 1, "key_dim": 18}
+TILED = HEADS | {"heads": 4, "key_heads": 2}
 CASES = {
     "convolution": Recurrence(rule="convolution", heads=1, value_dim=32, kernel=3),
-    "delta": Recurrence(rule="delta", norm_eps=1e-5, **HEADS),
+    "delta": Recurrence(rule="delta", norm_eps=1e-5, tiled=True, **TILED),
     "scan": Recurrence(rule="scan", norm_eps=1e-5, groups=2, conv_bias=True, **HEADS),
     "scan without a norm": Recurrence(rule="scan", min_step=0.3, max_step=0.9, **HEADS),
 }
