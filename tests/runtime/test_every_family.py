@@ -127,7 +127,18 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 }
 KINDS = [family.name for family in families().values()]
 CASES = [(kind, i) for kind in KINDS for i in range(len(CHANGES.get(kind, [{}])))]
-QUICK_ON_GPU = {"apertus", "exaone4", "gemma2", "gpt_oss", "granite", "olmo2", "phi", "qwen2_moe"}
+QUICK_ON_GPU = {"apertus", "exaone4", "gemma2", "gpt_oss", "granite", "lfm2", "olmo2", "phi"}
+QUICK_ON_GPU |= {"qwen2_moe"}
+    "apertus",
+    "exaone4",
+    "gemma2",
+    "gpt_oss",
+    "granite",
+    "lfm2",
+    "olmo2",
+    "phi",
+    "qwen2_moe",
+}
 
 
 def cells() -> list[Any]:

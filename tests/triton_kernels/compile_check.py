@@ -27,17 +27,23 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
+from cbatch.runtime.layers import RecurrenceWeights
+from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.records import Recurrence
+from cbatch.runtime.state_memory import StateMemory
 from tests.gpu_proofs.meta import SIZES, Size, Start
 from tests.triton_kernels.driver import META, TARGETS, Recorded, recording
 from triton_kernels.attention import Heads, Partials, Tile, WorkList, attention
 from triton_kernels.attention.table import INVARIANT_ROWS, SPLIT_TOKENS, TileKey, entries
+from triton_kernels.recurrence import Sequences, recur
 
 MAX_CODE_BYTES = 128 << 10  # of one kernel: an H100's instruction cache
 # The most registers of a thread with which enough programs share a multiprocessor.
@@ -110,6 +116,30 @@ def attention_case(key: TileKey, tile: Tile, window: int | None = 4096) -> Case:
         attention(q, *pages, ints, out, work, scale=0.1, soft_cap=50.0, num_programs=16, early=True)
     (kernel,) = launches.by_key.values()
     return Case(kernel, key.arch, tile.programs)
+
+
+def recurrence_cases(target: str) -> list[Case]:
+    """Return the kernels of recurrent layers, as wide as LFM2's, Qwen3.5's and Granite 4 H's."""
+    many: dict[str, Any] = {"kernel": 4, "norm_eps": 1e-6, "value_dim": 128}
+    mixers = (
+        Recurrence(rule="convolution", heads=1, value_dim=2048, kernel=3),
+        Recurrence(rule="delta", heads=32, key_heads=16, key_dim=128, **many),
+        Recurrence(rule="scan", heads=48, key_heads=1, key_dim=128, **many | {"value_dim": 64}),
+    )
+    with recording(TARGETS[target]) as launches:
+        for m in mixers:
+            config = SimpleNamespace(layers=[SimpleNamespace(mixer=m)])
+            (memory,) = StateMemory(cast("ModelConfig", config), 64, 4, 16, 4, META).layers
+            floats = torch.empty(m.inner, device=META)
+            of_heads = {"decay": floats, "step_bias": floats, "skip": floats, "norm": floats}
+            conv = torch.empty(m.kernel, m.channels, device=META)
+            weights = RecurrenceWeights(conv, **of_heads if m.key_dim else {})
+            ints = (torch.empty(n, dtype=torch.int32, device=META) for n in (17, 16, 16))
+            starts, contexts, slots = ints
+            pages = torch.empty(16, 65, dtype=torch.int32, device=META)
+            rows = torch.empty(40, m.row_width, dtype=torch.bfloat16, device=META)
+            recur(rows, m, weights, memory, Sequences(starts, contexts, pages, slots), 64)
+    return [Case(each, target) for each in launches.by_key.values()]
 
 
 class Findings(NamedTuple):
@@ -320,7 +350,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{head}  verdict")
     every = []
     for target in options.target or list(TARGETS):
-        for case in (*recorded_cases(target), *table_cases(target)):
+        for case in (
+            *recorded_cases(target),
+            *recurrence_cases(target),
+            *table_cases(target),
+        ):
             if options.kernel is None or case.name in options.kernel:
                 every.append(check(case))
                 print(_row(every[-1]), flush=True)

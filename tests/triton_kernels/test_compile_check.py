@@ -13,7 +13,14 @@ import triton.language as tl
 
 from tests.gpu_proofs.meta import SIZES
 from tests.triton_kernels import compile_check
-from tests.triton_kernels.compile_check import Case, check, main, recorded_cases, table_cases
+from tests.triton_kernels.compile_check import (
+    Case,
+    check,
+    main,
+    recorded_cases,
+    recurrence_cases,
+    table_cases,
+)
 from tests.triton_kernels.driver import META, TARGETS, recording
 from triton_kernels.noise import device as noise_device
 
@@ -65,6 +72,7 @@ def test_every_kernel_of_a_start_passes() -> None:
         more = [each for each in recorded_cases("sm_90", [size]) if each.name in names]
         assert {each.name for each in more} == names
         cases += more
+    cases += recurrence_cases("sm_90")
     faults = [(each.name, each.config, check(each).faults()) for each in cases]
     assert [each for each in faults if each[2]] == []
 
