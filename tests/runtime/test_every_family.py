@@ -129,16 +129,6 @@ KINDS = [family.name for family in families().values()]
 CASES = [(kind, i) for kind in KINDS for i in range(len(CHANGES.get(kind, [{}])))]
 QUICK_ON_GPU = {"apertus", "exaone4", "gemma2", "gpt_oss", "granite", "lfm2", "olmo2", "phi"}
 QUICK_ON_GPU |= {"qwen2_moe"}
-    "apertus",
-    "exaone4",
-    "gemma2",
-    "gpt_oss",
-    "granite",
-    "lfm2",
-    "olmo2",
-    "phi",
-    "qwen2_moe",
-}
 
 
 def cells() -> list[Any]:
