@@ -64,6 +64,13 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "flex_olmo": [{"norm_topk_prob": True}],
     "gemma2": [CAPS],
     "gemma3_text": [{"layer_types": BOTH, "final_logit_softcapping": 5.0}],
+    "gemma4_text": [
+        {"num_hidden_layers": 6, "layer_types": BOTH + BOTH[:2], "num_kv_shared_layers": 3}
+        | {"use_double_wide_mlp": True, "final_logit_softcapping": 5.0}
+        | {"per_layer_config": {i: {"head_dim": 24} for i in (1, 3, 5)}},
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "layer_types": BOTH}
+        | {"per_layer_config": {i: {"head_dim": 24, "num_key_value_heads": 1} for i in (1, 3)}},
+    ],
     "gpt_oss": [
         {
             "swiglu_limit": 0.5,
@@ -128,7 +135,7 @@ KINDS = [family.name for family in families().values()]
 CASES = [(kind, i) for kind in KINDS for i in range(len(CHANGES.get(kind, [{}])))]
 QUICK_ON_GPU = {"exaone4", "gemma2", "gpt_oss", "granite", "olmo2", "phi", "qwen2_moe"}
 NOT_ON_GPU = {"apertus", "hunyuan_v1_dense", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"}
-NOT_ON_GPU |= {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
+NOT_ON_GPU |= {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "gemma4_text"}
 
 
 def cells() -> list[Any]:
@@ -152,11 +159,12 @@ def make(kind: str, folder: Path, **changes: Any) -> Any:
     config.architectures = None
     net = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    biases = [each for each in net.named_buffers() if each[0].endswith("expert_bias")]
+    endings = ("expert_bias", "layer_scalar")
+    biases = [each for each in net.named_buffers() if each[0].endswith(endings)]
     with torch.no_grad():
         for name, parameter in [*net.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "layer_scalar")):
                 parameter.add_(0.2 * noise)  # the mean is 1, or 0 for weights that are added to 1
             else:
                 parameter.copy_((0.15 if parameter.dim() < 2 else 0.1) * noise)

@@ -18,12 +18,14 @@ from cbatch.runtime.model.config import (
     token_ids,
 )
 from cbatch.runtime.model.families import ExpertFields, Family, families
+from cbatch.runtime.model.layers_json import vary_layers
 from cbatch.runtime.model.quantisation import parse_quantisation
 from cbatch.runtime.model.records import (
     Activation,
     Attention,
     Experts,
     FeedForward,
+    LayerInputs,
     LayerRecord,
     Norm,
     Rope,
@@ -89,12 +91,15 @@ def parse_config(
     for index in f.get("without_forward", []):
         feed_forwards[index] = None
     rows = zip(ropes, windows, feed_forwards, recurrences, strict=True)
-    layers = (
+    layers = [
         LayerRecord(
             recurrence or replace(mixer, rope=rope, window=window), feed_forward, family.parallel
         )
         for rope, window, feed_forward, recurrence in rows
-    )
+    ]
+    inputs: LayerInputs | None = None
+    if family.varied and types is not None:
+        layers, inputs = vary_layers(f, layers, types, norm)
     return ModelConfig(
         family=family.name,
         vocab_size=f.integer("vocab_size"),
@@ -107,6 +112,7 @@ def parse_config(
         head_bias=family.head_bias,
         logit_scale=numbers.get("logit_scale", 1.0),
         logit_softcap=numbers.get("logit_softcap", 0.0),
+        layer_inputs=inputs,
         eos_token_ids=token_ids(f, "eos_token_id"),
         bos_token_id=next(iter(token_ids(f, "bos_token_id")), None),
         torch_dtype=_dtype(f),
@@ -300,7 +306,8 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
         problem = f"{family.name} is supported with unquantised weights only"
         raise f.error("quantization_config", problem, UnsupportedModelError)
     for field in family.unsupported:
-        if f.get(field, False) is not False:
+        # Prompts are text: that images see later tokens has no effect.
+        if f.get(field, False) not in (False, "vision"):
             problem = f"{f.get(field)!r:.40} is not supported"
             raise f.error(field, problem, UnsupportedModelError)
 

@@ -77,6 +77,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grouped: the projections of a delta rule are two tensors, by key head.
     blocks: a layer of the checkpoint is a mixer or a feed-forward.
     without: fields of the entry that `like` names that do not apply.
+    varied: layers differ as in Gemma 4 (see layers_json.py).
     wrappers: architectures with other parts, such as a vision tower, whose `text_config` this is.
     numbers: factors and caps of the records -> (config field, power that it is raised to).
     unsupported: fields that must be absent, null or false.
@@ -109,6 +110,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unsupported: tuple[str, ...] = ()
     grouped: bool = False
     blocks: bool = False
+    varied: bool = False
     wrappers: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 

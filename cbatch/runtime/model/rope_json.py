@@ -10,7 +10,7 @@ from cbatch.runtime.model.config import Fields, UnsupportedModelError
 from cbatch.runtime.model.families import Family
 from cbatch.runtime.model.records import Rope
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 def parse_ropes(
@@ -68,10 +68,13 @@ def _rope(f: Fields, family: Family, head_dim: int) -> Rope:
         problem = f"{kind!r:.40} is not supported; supported: {', '.join(_ROPE_TYPES)}"
         raise r.error("rope_type", problem, UnsupportedModelError)
     share = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0), 1.0)
-    if share != 1.0 and "partial_rotary_factor" not in family.defaults:
+    is_proportional = kind == "proportional"
+    if share != 1.0 and "partial_rotary_factor" not in family.defaults and not is_proportional:
         raise r.error("partial_rotary_factor", "only 1.0 is supported", UnsupportedModelError)
     theta = r.number("rope_theta", f.number("rope_theta", Rope().theta))
     plain = Rope(theta=theta, share=share, interleaved=family.interleaved)
+    if is_proportional:
+        return replace(plain, type=kind, factor=r.number("factor", 1.0))
     if plain.rotated(head_dim) % 2:
         rotated = plain.rotated(head_dim)
         problem = f"must rotate an even number of dimensions; {share!r} of {head_dim} is {rotated}"
