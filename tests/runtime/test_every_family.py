@@ -278,12 +278,31 @@ def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
 
 
 @needs_compiler
-def test_a_vision_tower_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, rows, expected = made("qwen3_5_text", 0)
+@pytest.mark.parametrize(
+    ("kind", "architecture", "more"),
+    [
+        (
+            "qwen3_5_text",
+            "Qwen3_5ForConditionalGeneration",
+            ["model.visual.patch_embed.weight", "mtp.norm.weight"],
+        ),
+        (
+            "gemma4_text",
+            "Gemma4ForConditionalGeneration",
+            ["model.vision_tower.a", "model.embed_audio.b"]
+            + ["model.language_model.layers.3.self_attn.k_norm.weight"],
+        ),
+    ],
+)
+def test_a_vision_tower_is_left_out(
+    kind: str, architecture: str, more: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, rows, expected = made(kind, 0)
     config = json.loads((folder / "config.json").read_text())
-    wrapper = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    config["use_bidirectional_attention"] = "vision"
+    wrapper = {"architectures": [architecture], "text_config": config}
     (tmp_path / "config.json").write_text(json.dumps(wrapper))
-    tensors = {"model.visual.patch_embed.weight": torch.zeros(3), "mtp.norm.weight": torch.ones(3)}
+    tensors = {name: torch.ones(3) for name in more}
     for name, tensor in load_file(folder / "model.safetensors").items():
         tensors[name.replace("model.", "model.language_model.", 1)] = tensor
     save_file(tensors, tmp_path / "model.safetensors")

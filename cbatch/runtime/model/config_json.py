@@ -323,14 +323,20 @@ def _layer_types(f: Fields, family: Family, layers: int) -> list[str] | None:
         else:
             interval = f.integer("sliding_window_pattern", family.full_every, least=0)
             is_sliding = [not interval or bool((i + 1) % interval) for i in range(layers)]
-        return ["sliding_attention" if each else "full_attention" for each in is_sliding]
+        types = ["sliding_attention" if each else "full_attention" for each in is_sliding]
+        return _last_full(types, family)
     known = ("sliding_attention", "full_attention")
     valid = isinstance(types, list) and all(isinstance(t, str) and t in known for t in types)
     if not valid or len(types) != layers:
         problem = f"must name {layers} layers, each one of {', '.join(known)}; got {types!r:.80}"
         raise f.error("layer_types", problem)
     layer_types: list[str] = types
-    return layer_types
+    return _last_full(layer_types, family)
+
+
+def _last_full(types: list[str], family: Family) -> list[str]:
+    """Return the types with a full last layer where transformers takes it for one."""
+    return [*types[:-1], "full_attention"] if family.varied else types
 
 
 def _windows(

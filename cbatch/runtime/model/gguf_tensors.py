@@ -133,7 +133,21 @@ def _entries(
         yield "", _Entry("lm_head.weight", "output", matrix)
     if c.head_bias:
         yield "", _Entry("lm_head.bias", "output", (c.vocab_size,), "bias")
+    if c.layer_inputs is not None:
+        width, norm = c.layer_inputs.width, c.layer_inputs.norm
+        table = c.vocab_size, c.num_layers * width
+        yield "", _Entry("model.embed_tokens_per_layer.weight", "per_layer_token_embd", table)
+        matrix = c.num_layers * width, c.hidden_size
+        yield "", _Entry("model.per_layer_model_projection.weight", "per_layer_model_proj", matrix)
+        yield "", _Entry(f"model.{norm.name}.weight", "per_layer_proj_norm", (width,))
     for i, record in enumerate(c.layers):
+        m = record.mixer
+        if isinstance(m, Attention) and m.kv_from is not None:  # of no use, but in files
+            rows = m.kv_heads * m.key_dim
+            parts = {"attn_k": (rows, c.hidden_size), "attn_v": (rows, c.hidden_size)}
+            for stored, shape in (parts | {"attn_k_norm": (m.key_dim,)}).items():
+                if f"blk.{i}.{stored}.weight" in file.tensors:
+                    yield f"blk.{i}.", _Entry(f"blk.{i}.{stored}", stored, shape)
         fused = {name for name in _FUSED if f"blk.{i}.{name}.weight" in file.tensors}
         if architecture.fused_gate:
             fused.add("ffn_up")
@@ -154,6 +168,13 @@ def _of_layer(record: LayerRecord, hidden: int, fused: set[str]) -> Iterator[_En
         yield from _experts(f, hidden, "ffn_gate_up_exps" in fused)
     else:
         yield from _feed_forward(f, hidden, "ffn_up" in fused)
+    if record.injection is not None:
+        width = record.injection.inner
+        yield _Entry("per_layer_input_gate.weight", "inp_gate", (width, hidden))
+        yield _Entry("per_layer_projection.weight", "proj", (hidden, width))
+        yield from _norm("post_norm", record.injection.out_norm, hidden)
+    if record.scaled:
+        yield _Entry("layer_scalar", "layer_output_scale", (1,))
 
 
 def _norm(stored: str, norm: Norm | None, size: int) -> Iterator[_Entry]:
@@ -171,13 +192,13 @@ def _matrix(name: str, stored: str, shape: _Shape, bias: bool) -> Iterator[_Entr
 
 def _attention(m: Attention, hidden: int, fused: bool) -> Iterator[_Entry]:
     heads = {"q": m.heads * m.key_dim, "k": m.kv_heads * m.key_dim, "v": m.kv_heads * m.value_dim}
-    for letter, rows in heads.items():
-        stored = "attn_qkv" if fused else f"attn_{letter}"
-        yield from _matrix(f"self_attn.{letter}_proj", stored, (rows, hidden), m.bias)
+    for letter in dict.fromkeys(m.projections):
+        stored, shape = "attn_qkv" if fused else f"attn_{letter}", (heads[letter], hidden)
+        yield from _matrix(f"self_attn.{letter}_proj", stored, shape, m.bias)
     width = m.heads * m.value_dim
     yield from _matrix("self_attn.o_proj", "attn_output", (hidden, width), m.out_bias)
     if m.qk_norm is not None:
-        for letter in "qk":
+        for letter in m.projections[:2]:
             size = heads[letter] if m.norms_whole else m.key_dim
             name = f"self_attn.{letter}_{m.qk_norm.name}.weight"
             yield _Entry(name, f"attn_{letter}_norm", (size,))

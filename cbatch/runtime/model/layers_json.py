@@ -81,7 +81,9 @@ def _heads(f: Fields, index: int, full: bool, m: Attention) -> dict[str, int]:
             values["num_key_value_heads"] = f.integer("num_global_key_value_heads", m.kv_heads)
     elif by_layer is not None:
         known = {"head_dim", "num_key_value_heads"}
-        rows = {str(k): row for k, row in by_layer.items()} if isinstance(by_layer, dict) else None
+        rows = None
+        if isinstance(by_layer, dict):  # names may begin with zeros
+            rows = {str(name).lstrip("0") or "0": row for name, row in by_layer.items()}
         values = {} if rows is None else rows.get(str(index), {})
         if rows is None or not isinstance(values, dict) or not values.keys() <= known:
             problem = f"must name {' and '.join(sorted(known))} by layer, got {by_layer!r:.80}"
