@@ -77,7 +77,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 # Changes for llama.cpp. It ignores windows of Llama, Phi 3 and small EXAONE 4, some biases, and
 # `truncate = false` of yarn. Its shortest context has the long factors of a tiny Phi 3. OLMoE must
-# have as many KV heads as heads.
+# have as many KV heads as heads. Layers of Gemma 4 share K and V of the last two that have them.
 FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "phi3": {"sliding_window": None, "max_position_embeddings": 2048}
@@ -87,6 +87,7 @@ FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": False},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "olmoe": {"num_key_value_heads": 4},
+    "gemma4_text": {"num_kv_shared_layers": 2},
 }
 GELU = (
     "gemma",

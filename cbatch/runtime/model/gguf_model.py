@@ -164,7 +164,7 @@ def _by_layer(
             if width is None or _scalar(file, f"{arch}.{key}", width) != width:
                 problem = f"{_scalar(file, f'{arch}.{key}')!r} is not supported; a key has {width}"
                 raise file.error(f"{arch}.{key}", problem)
-    numbers = {}
+    numbers: dict[str, list[Any]] = {}
     for field in ("num_key_value_heads", "intermediate_size"):
         value = file.metadata.get(names[field])
         row = value.tolist() if isinstance(value, np.ndarray) else [value] * layers

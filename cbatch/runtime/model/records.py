@@ -237,9 +237,9 @@ class LayerRecord(msgspec.Struct, frozen=True):
 
 
 class LayerInputs(msgspec.Struct, frozen=True):
-    """What each token brings to each layer besides the residual stream, `width` numbers: the sum of
-    its row in a second embedding, times sqrt(width), and of its embedding's projection, normed;
-    times sqrt(1/2). The projection is divided by sqrt(hidden) before its norm."""
+    """Inputs of a token to each layer, `width` numbers: the sum of its row in a second embedding,
+    times sqrt(width), and of its embedding's projection, normed; times sqrt(1/2). The projection is
+    divided by sqrt(hidden) before its norm."""
 
     width: int
     norm: Norm

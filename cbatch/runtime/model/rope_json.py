@@ -73,8 +73,6 @@ def _rope(f: Fields, family: Family, head_dim: int) -> Rope:
         raise r.error("partial_rotary_factor", "only 1.0 is supported", UnsupportedModelError)
     theta = r.number("rope_theta", f.number("rope_theta", Rope().theta))
     plain = Rope(theta=theta, share=share, interleaved=family.interleaved)
-    if is_proportional:
-        return replace(plain, type=kind, factor=r.number("factor", 1.0))
     if plain.rotated(head_dim) % 2:
         rotated = plain.rotated(head_dim)
         problem = f"must rotate an even number of dimensions; {share!r} of {head_dim} is {rotated}"
@@ -90,8 +88,8 @@ def _rope(f: Fields, family: Family, head_dim: int) -> Rope:
     source = f if r.get(field) is None or field in family.defaults else r
     original = source.integer(field, context_tokens)
     default_factor = context_tokens / original if kind in ("yarn", "longrope") else None
-    factor = r.number("factor", default_factor)
-    if kind == "linear":
+    factor = r.number("factor", 1.0 if is_proportional else default_factor)
+    if is_proportional or kind == "linear":
         return replace(plain, type=kind, factor=factor)
     if kind == "longrope":
         return _longrope(r, plain, original, factor, plain.rotated(head_dim) // 2)
