@@ -78,8 +78,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 # Changes for llama.cpp. It ignores windows of Llama, Phi 3 and small EXAONE 4, some biases, and
 # `truncate = false` of yarn. Its shortest context has the long factors of a tiny Phi 3. OLMoE must
-# have as many KV heads as heads. Layers of Gemma 4 share K and V of the last two that have them, and
-# without a cap its logits have one of 30.
+# have as many KV heads as heads. In Gemma 4 it shares the K and V of the last two layers that have
+# them, and caps logits at 30 if a file has no cap.
 FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "phi3": {"sliding_window": None, "max_position_embeddings": 2048}
@@ -209,8 +209,8 @@ def test_factors_of_long_contexts(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.skipif("LLAMA_CPP_PYTHON" not in os.environ, reason="LLAMA_CPP_PYTHON is not set")
 def test_logits_are_those_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLAMA_CPP_PYTHON names an interpreter with llama-cpp-python 0.3.36. It reads GELU from a table
-    in fp16, and so does our torch pass here; a rounding may still fall the other way."""
+    """LLAMA_CPP_PYTHON names an interpreter with llama-cpp-python 0.3.36. It has a table of GELU
+    in fp16, and so has our torch pass here; a rounding may still fall the other way."""
     exact = torch_pass._ACTIVATIONS["gelu_tanh"]
     gelu = {"gelu_tanh": lambda x: exact(x.half().float()).half().float()}
     rows = sequences((40, 11))
