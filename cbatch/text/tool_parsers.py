@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 from cbatch.core.request.errors import FieldError
@@ -13,8 +13,12 @@ from cbatch.text.reply_reader import (
     ThoughtFormat,
     ToolCallFormat,
 )
+from cbatch.text.written_calls import read_gemma4, read_pairs
 
-ToolParser = Literal["hermes", "llama3_json", "mistral", "granite", "phi4_mini_json", "harmony"]
+# fmt: off
+ToolParser = Literal["hermes", "llama3_json", "mistral", "granite", "phi4_mini_json", "harmony",
+                     "qwen3_coder", "seed_oss", "glm45", "gemma4"]
+# fmt: on
 ToolParserSetting = Literal["auto", ToolParser, "none"]
 ReasoningParser = Literal[
     "auto", "deepseek_r1", "qwen3", "mistral", "gemma4", "seed_oss", "harmony", "none"
@@ -41,6 +45,17 @@ THOUGHTS: dict[str, ThoughtFormat] = {
         answer_mark=f"{_CHANNEL}final{_MESSAGE}",
     ),
 }
+_QWEN3_CODER = ToolCallFormat(
+    ("<tool_call>",),
+    THOUGHTS["qwen3"],
+    "<function=",
+    end="</tool_call>",
+    read=partial(
+        read_pairs,
+        r"\s*<function=([\w.-]+)>(.*?)\s*(?:</function>\s*)?",
+        r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)",
+    ),
+)
 CALLS: dict[ToolParser, ToolCallFormat] = {
     # Hermes, Qwen: <tool_call>{"name": "f", "arguments": {}}</tool_call>, any number of them
     "hermes": ToolCallFormat(
@@ -109,6 +124,32 @@ CALLS: dict[ToolParser, ToolCallFormat] = {
             f" to=functions.{{name}}{_CHANNEL}commentary <|constrain|>json{_MESSAGE}",
         ),
     ),
+    # <tool_call><function=f><parameter=key>value</parameter></function></tool_call>
+    "qwen3_coder": _QWEN3_CODER,
+    "seed_oss": _QWEN3_CODER._replace(
+        tags=("<seed:tool_call>",), thoughts=THOUGHTS["seed_oss"], end="</seed:tool_call>"
+    ),
+    # GLM 4.5: <tool_call>f<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+    "glm45": ToolCallFormat(
+        ("<tool_call>",),
+        THOUGHTS["qwen3"],
+        "",
+        end="</tool_call>",
+        read=partial(
+            read_pairs,
+            r"\s*([\w.-]+)\s*((?:<arg_key>.*)?)",
+            r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>",
+        ),
+    ),
+    # <|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>
+    "gemma4": ToolCallFormat(
+        ("<|tool_call>",),
+        THOUGHTS["gemma4"],
+        "call:",
+        end="<tool_call|>",
+        head_tokens=('<|"|>',),
+        read=read_gemma4,
+    ),
 }
 
 
@@ -132,6 +173,10 @@ _CALLS_BY_TEMPLATE: tuple[tuple[ToolParser, tuple[str, ...], tuple[str, ...]], .
     ("granite", ("<|tool_call|>", "<|start_of_role|>"), ()),
     ("phi4_mini_json", ("<|tool|>", "<|/tool|>"), ()),
     ("phi4_mini_json", ("functools[",), ()),
+    ("gemma4", ("<|tool_call>call:",), ()),
+    ("qwen3_coder", ("<tool_call>", "<function="), ("<seed:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>", "<function="), ()),
+    ("glm45", ("<tool_call>", "<arg_key>"), ()),
     ("hermes", ("<tool_call>", "arguments"), _NOT_HERMES),
     ("llama3_json", ("<|start_header_id|>", '"parameters": '), ("<function=", "<tool_call>")),
 )
