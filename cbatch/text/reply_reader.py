@@ -24,7 +24,7 @@ from cbatch.text.forced_tools import (
     call_id,
 )
 from cbatch.text.outputs import Output
-from cbatch.text.written_calls import TextParameters
+from cbatch.text.written_calls import TextParameters, read_written
 
 _MAX_HEAD_CHARS = 256  # longest head: the text between a call's tag and its arguments
 
@@ -69,11 +69,9 @@ class ToolCallFormat(NamedTuple):
     and `arguments` or `parameters`), or only its arguments if the head has a group `name`. A call
     may lack arguments, have null, or have the object as a text. If there are no tags, only a reply
     that begins with a call has calls.
-
     For the grammar of calls, a shape has texts around `{call}`, or it is a head with `{name}`.
-
-    With `read`, calls are not JSON: it reads the text up to `end`, which begins with `head`, here a
-    plain text. There is no grammar then."""
+    With `call` and `pair` (see `read_written`), calls are not JSON: `head` is a plain text that
+    begins them, and they have no grammar."""
 
     tags: tuple[str, ...]
     thoughts: ThoughtFormat  # assumed format if the server has no reasoning parser
@@ -85,7 +83,8 @@ class ToolCallFormat(NamedTuple):
     shapes: tuple[str, ...] = ()
     separator: str | None = None  # between calls; None: a reply has one call
     arguments: str = "arguments"  # the member's name, as the model writes it
-    read: Callable[[str, TextParameters], tuple[str, str] | None] | None = None
+    call: str = ""
+    pair: str = ""
 
 
 class ReplyFormat(NamedTuple):
@@ -237,7 +236,7 @@ class ReplyReader:
         self._object, self._read_to, self._state = None, 0, self._read_call
 
     def _read_call(self, final: bool) -> bool:
-        if self._calls is not None and self._calls.read is not None:
+        if self._calls and self._calls.call:
             return self._read_written(self._calls, final)
         pending, head = self._pending, re.match(self._head, self._pending)
         name = None if head is None else head.groupdict().get("name")
@@ -257,15 +256,15 @@ class ReplyReader:
 
     def _read_written(self, form: ToolCallFormat, final: bool) -> bool:
         """Read a call that is not JSON. Its end may be absent at the end of the reply."""
-        pending, body = self._pending, self._pending.lstrip()
-        if form.read is None or not (body.startswith(form.head) or form.head.startswith(body)):
+        pending = self._pending
+        if not form.head.startswith(pending.lstrip()[: len(form.head)]):
             return self._reject_call()
         end = pending.find(form.end, max(self._read_to - len(form.end), 0))
         self._read_to = len(pending)
         if end < 0 and (self._cut or not final):
-            return self._reject_call() if final else False
+            return final and self._reject_call()
         end = len(pending) if end < 0 else end
-        return self._add_call(form.read(pending[:end], self._texts), end)
+        return self._add_call(read_written(form.call, form.pair, pending[:end], self._texts), end)
 
     def _read_no_object(self, name: str | None, at: int, final: bool) -> bool:
         """Read a call whose head ends at index `at` of the pending text, and no object follows."""

@@ -28,11 +28,18 @@ def text_parameters(tools: Sequence[Tool]) -> TextParameters:
     return frozenset(found)
 
 
-def read_pairs(call: str, pair: str, text: str, texts: TextParameters) -> tuple[str, str] | None:
-    """Read a call that is a name and pairs. `call` is a pattern of both, `pair` one of a pair."""
+def read_written(call: str, pair: str, text: str, texts: TextParameters) -> tuple[str, str] | None:
+    """Read a call by a pattern of its name and arguments. `pair` is a pattern of one argument, or
+    empty: the arguments are Gemma's, `{key:<|"|>text<|"|>,other:{key:[1,true]}}`."""
     match = re.fullmatch(call, text, re.DOTALL)
     if match is None:
         return None
+    if not pair:
+        parts = match[2].split('<|"|>')
+        parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
+        parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
+        arguments = "".join(parts)
+        return (match[1], arguments) if _is_json(arguments, dict) else None
     members = []
     for key, value in re.findall(pair, match[2], re.DOTALL):
         value = _LITERALS.get(value, value)
@@ -40,18 +47,6 @@ def read_pairs(call: str, pair: str, text: str, texts: TextParameters) -> tuple[
             value = json.dumps(value, ensure_ascii=False)
         members.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
     return match[1], f"{{{', '.join(members)}}}" if members else ""
-
-
-def read_gemma4(text: str, _: TextParameters) -> tuple[str, str] | None:
-    """Read `call:name{key:<|"|>text<|"|>,other:{key:[1,true]}}`."""
-    match = re.fullmatch(r"\s*call:([\w.-]+)(\{.*\})\s*", text, re.DOTALL)
-    if match is None:
-        return None
-    parts = match[2].split('<|"|>')
-    parts[::2] = [_BARE_KEY.sub(r'\1"\2"', part) for part in parts[::2]]
-    parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
-    arguments = "".join(parts)
-    return (match[1], arguments) if _is_json(arguments, dict) else None
 
 
 def _is_json(text: str, kind: Any) -> bool:
