@@ -22,6 +22,7 @@ _ARCHITECTURES = {
     "mixtral": "llama",
     "ministral3": "mistral3",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "phi": "phi2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -111,6 +112,12 @@ def converted(folder: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, 
     if arch == "gpt-oss":
         values["expert_feed_forward_length"] = c["intermediate_size"]
     values |= _windows(c, arch) | _scaling(c, rope, arch) | _recurrent(c, arch, values)
+    if arch == "gemma4":
+        heads = {int(i): row for i, row in c["per_layer_config"].items()}
+        values |= _by_layer(c, heads)
+        full = next(iter(heads.values()))["head_dim"] // 2
+        ones = int(full * rope["partial_rotary_factor"])
+        tensors["rope_freqs.weight"] = torch.tensor([1.0] * ones + [1e30] * (full - ones))
     values = {key: value for key, value in values.items() if value is not None}
     metadata = {"general.architecture": arch} | {f"{arch}.{k}": v for k, v in values.items()}
     metadata |= {
@@ -122,11 +129,28 @@ def converted(folder: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, 
         small = any(part in name for part in _NOT_QUANTISED) or tensor.shape[-1] % 32
         stored_of[name] = stored(tensor, F32 if small else kind)
     for name, wide in stored_of.items():
-        if (
-            wide.shape[0] == 1 and len(wide.shape) > 1
-        ):  # llama.cpp's quantiser drops such dimensions
+        if wide.shape[0] == 1 < len(wide.shape):  # llama.cpp's quantiser drops such dimensions
             stored_of[name] = wide._replace(shape=wide.shape[1:])
     return metadata, stored_of
+
+
+def _by_layer(c: dict[str, Any], heads: dict[int, dict[str, int]]) -> dict[str, Any]:
+    layers, shared = range(c["num_hidden_layers"]), c["num_kv_shared_layers"]
+    full = next(iter(heads.values()))["head_dim"]
+    values = {
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": c["hidden_size_per_layer_input"],
+        "attention.head_count_kv": [
+            heads.get(i, {}).get("num_key_value_heads", c["num_key_value_heads"]) for i in layers
+        ],
+    }
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        values |= {key: full, f"{key}_swa": c["head_dim"]}
+    if c["use_double_wide_mlp"]:
+        inner = c["intermediate_size"]
+        rows = [inner * (1 + (i >= len(layers) - shared)) for i in layers]
+        values["feed_forward_length"] = rows
+    return values
 
 
 def _windows(c: dict[str, Any], arch: str) -> dict[str, Any]:
@@ -157,7 +181,7 @@ def _scaling(c: dict[str, Any], rope: dict[str, Any], arch: str) -> dict[str, An
         extra = torch.tensor(scale).log() / torch.tensor(original).log()
         values["rope.scaling.attn_factor"] = float((1 + extra).sqrt()) if scale > 1 else 1.0
         values["rope.scaling.original_context_length"] = original
-    if arch == "gemma3":
+    if arch in ("gemma3", "gemma4"):
         values["rope.freq_base_swa"] = c["rope_parameters"]["sliding_attention"]["rope_theta"]
     return values
 
@@ -286,6 +310,7 @@ def _renamed(folder: Path, c: dict[str, Any], arch: str, blocks: int) -> list[tu
         count = heads.get(name.split(".")[-2])
         if arch in _PERMUTED and count:
             tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+        name += ".weight" if name.endswith("layer_scalar") else ""
         new = names.get_name(name, (".weight", ".bias"))
         assert new is not None, f"{name} has no name in GGUF files"
         renamed.append((new, tensor))

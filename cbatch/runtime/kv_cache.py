@@ -28,7 +28,8 @@ class KVCache:
     pass reads blocks in place and stores K of a block transposed (see `paged.h`). One extra block,
     `scratch_block`, stays zero; it replaces blocks that a block table does not have.
 
-    `block_rows[layer]` is [kv_heads * blocks, values of one head in one block]. If all layers have
+    `block_rows[layer]` is [kv_heads * blocks, values of one head in one block]; a layer that reads
+    the K and V of another has that layer's. If all layers have their own, of
     one shape, with equal dimensions of K and V, there is also a view: `data` [layers, 2, kv_heads,
     blocks, block_size, head_dim].
     """
@@ -59,9 +60,10 @@ class KVCache:
         place, mixers = torch.device(device), [layer.mixer for layer in config.layers]
         # Zeroed, not empty: positions never written are masked, but they must be finite.
         attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+        shared = any(mixer.kv_from is not None for mixer in attention)
         shapes = {(mixer.kv_heads, mixer.key_dim, mixer.value_dim) for mixer in attention}
         heads, dim, value_dim = shapes.pop() if shapes else (0, 0, 0)
-        if config.recurrent or shapes or dim != value_dim:
+        if config.recurrent or shapes or shared or dim != value_dim:
             self.block_rows = _layers(mixers, num_blocks + 1, block_size, dtype, place)
             self.address = self._address_layers()
             return
@@ -106,15 +108,16 @@ def _layers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    heads = [mixer.kv_heads if isinstance(mixer, Attention) else 0 for mixer in mixers]
     widths = [block_size * (mixer.key_dim + mixer.value_dim) for mixer in mixers]
-    counts = [each * blocks * width for each, width in zip(heads, widths, strict=True)]
+    counts = [mixer.kv_values * blocks * block_size for mixer in mixers]
     steps = [-(-count // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for count in counts]
     parts = _zeros((sum(steps),), dtype, device).split(steps)
-    return [
+    rows = [
         part[:count].view(count // width, width)
         for part, count, width in zip(parts, counts, widths, strict=True)
     ]
+    sources = [mixer.kv_from if isinstance(mixer, Attention) else None for mixer in mixers]
+    return [rows[i if source is None else source] for i, source in enumerate(sources)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

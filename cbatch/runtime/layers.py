@@ -15,6 +15,7 @@ from cbatch.runtime.model.records import (
     Attention,
     Experts,
     FeedForward,
+    LayerInputs,
     LayerRecord,
     Norm,
     Recurrence,
@@ -40,6 +41,15 @@ class RecurrenceWeights(NamedTuple):
     norm: Tensor | None = None
 
 
+class InputWeights(NamedTuple):
+    """The weights of `LayerInputs`: the second embedding [vocab, layers * width], the projection of
+    the first, and the norm's weight [width] times sqrt(width / 2), fp32."""
+
+    table: Any
+    projection: Any
+    norm: Tensor
+
+
 @dataclass
 class Layer(Generic[P]):
     """The weights of one decoder layer.
@@ -49,7 +59,8 @@ class Layer(Generic[P]):
     `gate_up` is the router, and `router_norm` the norm before the router and the experts;
     `router_bias` is added to sigmoids when experts are chosen. Of a recurrent layer, `qkv` is the
     projection before the convolution. `xielu` has the activation's factors for x^2 above 0, for
-    e^x - 1 - x below, and for x; fp32.
+    e^x - 1 - x below, and for x; fp32. `injection` has both products of that branch, and its norm.
+    The layer's output is multiplied by `scale`.
     """
 
     record: LayerRecord
@@ -66,9 +77,12 @@ class Layer(Generic[P]):
     xielu: Tensor | None = None
     router_bias: Tensor | None = None
     recurrence: RecurrenceWeights | None = None
+    injection: tuple[P, P, Tensor] | None = None
+    scale: float = 1.0
 
     def products(self) -> tuple[P, ...]:
-        linears = self.qkv, self.out, self.gate_up, self.down
+        injected = () if self.injection is None else self.injection[:2]
+        linears = self.qkv, self.out, self.gate_up, self.down, *injected
         return tuple(linear for linear in linears if linear is not None)
 
 
@@ -120,6 +134,19 @@ class LayerBuilder(Generic[P]):
         bias = _full_bias(embedding, bias, self._shift(_BODY, self.config.norm))
         return embedding, self._linear(embedding, bias, norm)
 
+    def layer_inputs(self, inputs: LayerInputs) -> InputWeights:
+        c = self.config
+        width = inputs.width * c.num_layers
+        table = self._table("model.embed_tokens_per_layer.weight", (c.vocab_size, width))
+        names, shape = ["model.per_layer_model_projection.weight"], (width, c.hidden_size)
+        norm = self._get(f"model.{inputs.norm.name}.weight", inputs.width).float()
+        return InputWeights(
+            table, self._product(names, shape, None, None), norm * (inputs.width / 2) ** 0.5
+        )
+
+    def _table(self, name: str, shape: tuple[int, int]) -> Any:
+        return self._get(name, *shape)
+
     def final_norm(self) -> Tensor:
         """Return the weight of the norm before the LM head, fp32, for heads that apply it, too."""
         assert self.config.norm is not None
@@ -167,9 +194,10 @@ class LayerBuilder(Generic[P]):
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> P:
         """Return the QKV product, rows [kv_heads, (group + 1) * key_dim + value_dim]: queries, key
-        and value of each KV head, and the gates of its queries."""
-        bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
-        weight = self._heads(attention, m, "qkv", "weight", self.config.hidden_size)
+        and value of each KV head, and the gates of its queries; only queries if K and V are another
+        layer's."""
+        bias = self._heads(attention, m, m.projections, "bias") if m.bias else None
+        weight = self._heads(attention, m, m.projections, "weight", self.config.hidden_size)
         return self._linear(weight, _full_bias(weight, bias, shift), norm)
 
     def _get(self, name: str, *shape: int) -> Tensor:
@@ -214,6 +242,8 @@ class LayerBuilder(Generic[P]):
             record=record,
             after_attention=self._norm(name, m.out_norm),
             after_forward=None if f is None else self._norm(name, f.out_norm),
+            injection=self._injection(name, record.injection),
+            scale=self._get(f"{name}.layer_scalar", 1).item() if record.scaled else 1.0,
             **mixer,
             **feed_forward,
         )
@@ -278,6 +308,14 @@ class LayerBuilder(Generic[P]):
         xielu = self._xielu(f"{mlp}.act_fn") if f.activation == "xielu" else None
         return {"gate_up": gate_up, "down": down, "xielu": xielu}
 
+    def _injection(self, name: str, f: FeedForward | None) -> tuple[P, P, Tensor] | None:
+        if f is None:
+            return None
+        hidden = self.config.hidden_size
+        gate = self._product([f"{name}.per_layer_input_gate.weight"], (f.inner, hidden), None, None)
+        down = self._product([f"{name}.per_layer_projection.weight"], (hidden, f.inner), None, None)
+        return gate, down, self._norm(name, f.out_norm)
+
     def _xielu(self, name: str) -> Tensor:
         """Return the factors of xIELU (arXiv:2411.13010), whose logarithms are weights."""
         linear = self.source.scalar(f"{name}.beta") or _XIELU_BETA
@@ -287,21 +325,23 @@ class LayerBuilder(Generic[P]):
     def _heads(
         self, attention: str, m: Attention, letters: str, kind: str, *columns: int
     ) -> Tensor:
-        """Return the named projections with the rows of each KV head adjacent: [out, columns]."""
+        """Return the named projections of queries, keys and values in the order of `_qkv`."""
         rows = {"q": m.heads * m.key_dim * (1 + m.gate), "k": m.kv_heads * m.key_dim}
         rows["v"] = m.kv_heads * m.value_dim
-        get, names = self._get, {each: f"{attention}.{each}_proj.{kind}" for each in letters}
-        return self._by_head(m, {x: get(name, rows[x], *columns) for x, name in names.items()})
+        names = {letter: f"{attention}.{letter}_proj.{kind}" for letter in letters}
+        parts = [self._get(names[letter], rows[letter], *columns) for letter in letters]
+        return self._by_head(m, letters, parts)
 
-    def _by_head(self, m: Attention, projections: dict[str, Tensor]) -> Tensor:
-        """Return the rows of projections q, k and v in the order of `_qkv`."""
+    def _by_head(self, m: Attention, letters: str, projections: list[Tensor]) -> Tensor:
+        """Return the rows of projections with those of each KV head adjacent: [out, columns].
+        Values are from the third one."""
         parts, gates = [], []
-        for letter, part in projections.items():
-            columns = part.shape[1:]
+        for place, (letter, part) in enumerate(zip(letters, projections, strict=True)):
+            columns, is_value = part.shape[1:], letter == "v" or place == 2
             if letter == "q" and m.gate:
                 part, gate = part.unflatten(0, (m.heads, 2, -1)).unbind(1)
                 part, gates = part.flatten(0, 1), [gate.reshape(m.kv_heads, -1, *columns)]
-            if letter != "v":
+            if not is_value:
                 part = interleave_halves(part, m.rope, m.key_dim)
             parts.append(part.view(m.kv_heads, -1, *columns))
         return self._arranged(parts, gates)
@@ -315,7 +355,9 @@ class LayerBuilder(Generic[P]):
             return None
         whole, dim = m.kv_heads if m.norms_whole else 0, m.key_dim
         heads = {"q": whole * m.group or 1, "k": whole or 1}
-        q, k = (
+        if m.kv_from is not None:
+            del heads["k"]
+        q, *k = (
             interleave_halves(
                 self._get(f"{attention}.{n}_{m.qk_norm.name}.weight", count * dim), m.rope, dim
             ).float()
@@ -323,8 +365,8 @@ class LayerBuilder(Generic[P]):
             for n, count in heads.items()
         )
         if not whole:
-            return torch.stack([q] * m.group + [k])
-        weights = q.view(whole, -1, dim), k.view(whole, 1, dim)
+            return torch.stack([q] * m.group + k)
+        weights = q.view(whole, -1, dim), k[0].view(whole, 1, dim)
         return torch.cat(weights, dim=1).contiguous()
 
 

@@ -88,11 +88,16 @@ _WHOLE_WORDS = frozenset(
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken", "glm4")
 )
 _ADDS_BOS = _WHOLE_WORDS - {"glm4"}  # names that add BOS unless `add_bos_token` is false
+# Names of tokenizers that compose characters first. llama.cpp leaves that out.
+_COMPOSE = frozenset(("qwen2", "qwen35", "command-r"))
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3; others take spaces after them
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
     keys = _Keys(metadata, source)
     kind, pre = keys.get("model"), keys.get("pre")
+    name = str(metadata.get("general.name")).lower().replace("-", "")
+    kept = _KEEP_SPACES if kind == "llama" and "phi3" in name else keys.vocab
     if not isinstance(kind, str) or kind not in _MODELS:
         problem = f"{kind!r:.40} is not supported; supported: {', '.join(_MODELS)}"
         raise keys.error("model", problem)
@@ -102,7 +107,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TextTokenizer:
             texts = [text for text, i in keys.vocab.items() if keys.types[i] in types]
             if sum(map(len, texts)) > _MAX_ADDED_CHARS:
                 raise keys.error("token_type", f"{len(texts)} of {types} are too many or too long")
-            raw.add_tokens([AddedToken(text, normalized=False, special=special) for text in texts])
+            options = {"normalized": False, "special": special}
+            raw.add_tokens([AddedToken(t, rstrip=t not in kept, **options) for t in texts])
     except TokenizerError:
         raise
     except Exception as error:  # the library raises bare Exception for what it cannot build
@@ -237,6 +243,8 @@ def _byte_level(keys: _Keys) -> Tokenizer:
         ]
     )
     raw.decoder = decoders.ByteLevel()
+    if pre in _COMPOSE:
+        raw.normalizer = normalizers.NFC()
     return raw
 
 

@@ -24,6 +24,7 @@ from cbatch.text.forced_tools import (
     call_id,
 )
 from cbatch.text.outputs import Output
+from cbatch.text.written_calls import TextParameters, read_written
 
 _MAX_HEAD_CHARS = 256  # longest head: the text between a call's tag and its arguments
 
@@ -68,8 +69,9 @@ class ToolCallFormat(NamedTuple):
     and `arguments` or `parameters`), or only its arguments if the head has a group `name`. A call
     may lack arguments, have null, or have the object as a text. If there are no tags, only a reply
     that begins with a call has calls.
-
-    For the grammar of calls, a shape has texts around `{call}`, or it is a head with `{name}`."""
+    For the grammar of calls, a shape has texts around `{call}`, or it is a head with `{name}`.
+    With `call` and `pair` (see `read_written`), calls are not JSON: `head` is a plain text that
+    begins them, and they have no grammar."""
 
     tags: tuple[str, ...]
     thoughts: ThoughtFormat  # assumed format if the server has no reasoning parser
@@ -81,6 +83,8 @@ class ToolCallFormat(NamedTuple):
     shapes: tuple[str, ...] = ()
     separator: str | None = None  # between calls; None: a reply has one call
     arguments: str = "arguments"  # the member's name, as the model writes it
+    call: str = ""
+    pair: str = ""
 
 
 class ReplyFormat(NamedTuple):
@@ -88,7 +92,7 @@ class ReplyFormat(NamedTuple):
     stripped of white space; otherwise it is part of the text. Calls inside a thought are ignored.
     Calls that the request forces (`forced`) are in cbatch's own format. Without `parallel`, the
     model's calls after the first are dropped. `names` are the functions, None if unknown: a call
-    without arguments must name one of them."""
+    without arguments must name one of them. `texts` are parameters whose values are texts."""
 
     calls: ToolCallFormat | None = None
     thoughts: ThoughtFormat | None = None
@@ -96,6 +100,7 @@ class ReplyFormat(NamedTuple):
     separate: bool = False
     parallel: bool = True
     names: frozenset[str] | None = None
+    texts: TextParameters = frozenset()
 
     @property
     def is_text(self) -> bool:
@@ -118,7 +123,7 @@ class ReplyReader:
         self._calls, self._thoughts, self._separate = form.calls, form.thoughts, form.separate
         self._forced = None if form.forced is None else ForcedCallReader(form.forced.name)
         self._max_calls, self._num_calls = None if form.parallel else 1, 0
-        self._names, self._cut = form.names, False
+        self._names, self._texts, self._cut = form.names, form.texts, False
         self.thought_tokens = 0  # including the marks around thoughts; counted by `read_reply`
         thoughts = form.thoughts
         self.in_thought = thoughts is not None and thoughts.reply_starts_inside(prompt_end)
@@ -228,10 +233,11 @@ class ReplyReader:
 
     def _begin_call(self, before: str, head: str, partial_head: str) -> None:
         self._before, self._head, self._partial_head = before, head, partial_head
-        self._object = None
-        self._state = self._read_call
+        self._object, self._read_to, self._state = None, 0, self._read_call
 
     def _read_call(self, final: bool) -> bool:
+        if self._calls and self._calls.call:
+            return self._read_written(self._calls, final)
         pending, head = self._pending, re.match(self._head, self._pending)
         name = None if head is None else head.groupdict().get("name")
         at = 0 if head is None else head.end()
@@ -247,6 +253,18 @@ class ReplyReader:
         end += self._read_to
         tagged = self._calls is not None and bool(self._calls.tags)
         return self._add_call(_call(pending[at:end], name, tagged=tagged), end)
+
+    def _read_written(self, form: ToolCallFormat, final: bool) -> bool:
+        """Read a call that is not JSON. Its end may be absent at the end of the reply."""
+        pending = self._pending
+        if not form.head.startswith(pending.lstrip()[: len(form.head)]):
+            return self._reject_call()
+        end = pending.find(form.end, max(self._read_to - len(form.end), 0))
+        self._read_to = len(pending)
+        if end < 0 and (self._cut or not final):
+            return final and self._reject_call()
+        end = len(pending) if end < 0 else end
+        return self._add_call(read_written(form.call, form.pair, pending[:end], self._texts), end)
 
     def _read_no_object(self, name: str | None, at: int, final: bool) -> bool:
         """Read a call whose head ends at index `at` of the pending text, and no object follows."""

@@ -172,7 +172,7 @@ static void make(made *m, int type, long dim, long positions) {
                          .embedding_scale = 1};
     float *weight = held(m, hidden), *bias = held(m, fused);
     float *qk = held(m, heads * (group + 1) * dim), *cos_sin = held(m, positions * dim);
-    const branch joins = {.before = {weight, 1e-5f, RMS_NORM, 1}, .scale = 1};
+    const branch joins = {.before = {weight, 1e-5f, RMS_NORM, 1}, .scale = 1, .rescale = 1};
     for (long i = 0; i < 2; i++)
         m->layers[i] = (layer){
             .mixer = {.joins = joins, .qkv = linear_of(type, fused, hidden, bias),
@@ -188,13 +188,13 @@ static void make(made *m, int type, long dim, long positions) {
     lower(m->layers);
     m->model.head = linear_of(type, m->model.vocab, hidden, 0);
     m->model.head_norm = joins.before;
-    m->model.embedding_type = type;
-    m->model.embedding = in_blocks(type) ? m->model.head.parts->panels
+    m->model.embedding.type = type, m->model.embedding.width = hidden;
+    m->model.embedding.rows = in_blocks(type) ? m->model.head.parts->panels
                                          : bits(m->model.vocab * hidden * (type == BF16 ? 2 : 4));
 }
 
 static void unmake(made *m) {
-    if (!in_blocks((int)m->model.embedding_type)) free((void *)m->model.embedding);
+    if (!in_blocks((int)m->model.embedding.type)) free((void *)m->model.embedding.rows);
     for (long i = 0; i < 2; i++) {
         layer *l = m->layers + i;
         let_go(&l->mixer.qkv), let_go(&l->mixer.out), let_go(&l->forward.gate_up);

@@ -65,6 +65,13 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "flex_olmo": [{"norm_topk_prob": True}],
     "gemma2": [CAPS],
     "gemma3_text": [{"layer_types": BOTH, "final_logit_softcapping": 5.0}],
+    "gemma4_text": [
+        {"num_hidden_layers": 6, "layer_types": BOTH + BOTH[:2], "num_kv_shared_layers": 3}
+        | {"use_double_wide_mlp": True, "final_logit_softcapping": 5.0}
+        | {"per_layer_config": {i: {"head_dim": 24} for i in (1, 3, 5)}},
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "layer_types": BOTH}
+        | {"per_layer_config": {i: {"head_dim": 24, "num_key_value_heads": 1} for i in (1, 3)}},
+    ],
     "gpt_oss": [
         {
             "swiglu_limit": 0.5,
@@ -129,6 +136,7 @@ KINDS = [family.name for family in families().values()]
 CASES = [(kind, i) for kind in KINDS for i in range(len(CHANGES.get(kind, [{}])))]
 QUICK_ON_GPU = {"apertus", "exaone4", "gemma2", "gpt_oss", "granite", "lfm2", "olmo2", "phi"}
 QUICK_ON_GPU |= {"qwen2_moe"}
+NOT_ON_GPU = {"gemma4_text"}
 
 
 def cells() -> list[Any]:
@@ -136,7 +144,8 @@ def cells() -> list[Any]:
     their own, with TRITON_INTERPRET=1; there, most families are left to `make prove-gpu`."""
     if interpret():
         marks = {False: (), True: pytest.mark.gpu_proofs}
-        return [pytest.param(*e, "gpu", marks=marks[e[0] not in QUICK_ON_GPU]) for e in CASES]
+        cases = [case for case in CASES if case[0] not in NOT_ON_GPU]
+        return [pytest.param(*e, "gpu", marks=marks[e[0] not in QUICK_ON_GPU]) for e in cases]
     compiled = [pytest.param(*each, "cpu", marks=needs_compiler) for each in CASES]
     return compiled + [pytest.param(*each, "torch") for each in CASES]
 
@@ -151,11 +160,12 @@ def make(kind: str, folder: Path, **changes: Any) -> Any:
     config.architectures = None
     net = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
-    biases = [each for each in net.named_buffers() if each[0].endswith("expert_bias")]
+    endings = ("expert_bias", "layer_scalar")
+    biases = [each for each in net.named_buffers() if each[0].endswith(endings)]
     with torch.no_grad():
         for name, parameter in [*net.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "layer_scalar")):
                 parameter.add_(0.2 * noise)  # the mean is 1, or 0 for weights that are added to 1
             else:
                 parameter.copy_((0.15 if parameter.dim() < 2 else 0.1) * noise)
@@ -269,12 +279,31 @@ def test_bits_outlive_drafts_hits_and_preemptions(kind: str) -> None:
 
 
 @needs_compiler
-def test_a_vision_tower_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, rows, expected = made("qwen3_5_text", 0)
+@pytest.mark.parametrize(
+    ("kind", "architecture", "more"),
+    [
+        (
+            "qwen3_5_text",
+            "Qwen3_5ForConditionalGeneration",
+            ["model.visual.patch_embed.weight", "mtp.norm.weight"],
+        ),
+        (
+            "gemma4_text",
+            "Gemma4ForConditionalGeneration",
+            ["model.vision_tower.a", "model.embed_audio.b"]
+            + ["model.language_model.layers.3.self_attn.k_norm.weight"],
+        ),
+    ],
+)
+def test_a_vision_tower_is_left_out(
+    kind: str, architecture: str, more: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, rows, expected = made(kind, 0)
     config = json.loads((folder / "config.json").read_text())
-    wrapper = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
+    config["use_bidirectional_attention"] = "vision"
+    wrapper = {"architectures": [architecture], "text_config": config}
     (tmp_path / "config.json").write_text(json.dumps(wrapper))
-    tensors = {"model.visual.patch_embed.weight": torch.zeros(3), "mtp.norm.weight": torch.ones(3)}
+    tensors = {name: torch.ones(3) for name in more}
     for name, tensor in load_file(folder / "model.safetensors").items():
         tensors[name.replace("model.", "model.language_model.", 1)] = tensor
     save_file(tensors, tmp_path / "model.safetensors")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from cbatch.runtime.cpu import layers, torch_pass
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
@@ -51,6 +52,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma", {}),
     ("gemma2", CHANGES["gemma2"][0]),
     ("gemma3_text", CHANGES["gemma3_text"][0]),
+    ("gemma4_text", CHANGES["gemma4_text"][0]),
+    ("gemma4_text", CHANGES["gemma4_text"][1]),
     ("phi", {}),
     ("phi3", {"sliding_window": 9}),
     ("phi3", CHANGES["phi3"][1]),
@@ -88,7 +91,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 SQUARE = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 # Changes for llama.cpp. It ignores windows of Llama, Phi 3 and small EXAONE 4, some biases, and
 # `truncate = false` of yarn. Its shortest context has the long factors of a tiny Phi 3. OLMoE must
-# have as many KV heads as heads.
+# have as many KV heads as heads. In Gemma 4 it shares the K and V of the last two layers that have
+# them, and caps logits at 30 if a file has no cap.
 FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "phi3": {"sliding_window": None, "max_position_embeddings": 2048}
@@ -101,8 +105,9 @@ FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "qwen3_next": SQUARE,
     "qwen3_5_text": SQUARE,
     "qwen3_5_moe_text": SQUARE,
+    "gemma4_text": {"num_kv_shared_layers": 2, "final_logit_softcapping": 5.0},
 }
-GELU = ("gemma", "gemma2", "gemma3_text", "phi", "starcoder2")  # llama.cpp: a table in fp16
+GELU = ("gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "starcoder2")
 ARRAYS = [], ["a", "b"], np.array([]), np.array([1, 2]), np.array([True, False] * 2), np.ones(4)
 ODD: tuple[Any, ...] = (*EXTREMES, *REALS, *TEXTS, True, -1, *ARRAYS)
 IDS = [f"{kind}-{i}" for i, (kind, _) in enumerate(CASES)]
@@ -231,7 +236,10 @@ def test_a_tensor_that_does_not_fit_is_refused(case: int) -> None:
                 message = refusal(replace(file, tensors=others | {name: other}))
                 assert message, name
                 assert f"tensor {name}: " in message or name == "token_embd.weight"
-            if name not in ("output.weight", "rope_freqs.weight"):
+            optional = ["output.weight", "rope_freqs.weight"]
+            if CASES[case][0] == "gemma4_text":  # without V, values are keys
+                optional = [optional[0], "blk.1.attn_v.weight"]
+            if name not in optional:
                 assert refusal(replace(file, tensors=others)), name
             extra = {f"{name.removesuffix('weight')}scale": tensor}
             assert "is not a tensor of a" in str(
@@ -255,8 +263,11 @@ def test_factors_of_long_contexts(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.skipif("LLAMA_CPP_PYTHON" not in os.environ, reason="LLAMA_CPP_PYTHON is not set")
-def test_logits_are_those_of_llama_cpp(tmp_path: Path) -> None:
-    """LLAMA_CPP_PYTHON names an interpreter with llama-cpp-python 0.3.36."""
+def test_logits_are_those_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLAMA_CPP_PYTHON names an interpreter with llama-cpp-python 0.3.36. It has a table of GELU
+    in fp16, and so has our torch pass here; a rounding may still fall the other way."""
+    exact = torch_pass._ACTIVATIONS["gelu_tanh"]
+    gelu = {"gelu_tanh": lambda x: exact(x.half().float()).half().float()}
     rows = sequences((40, 11))
     for i, row in enumerate(rows):
         np.save(tmp_path / f"row{i}.npy", row)
@@ -268,8 +279,12 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path) -> None:
     far = {}
     for name, (kind, _) in zip(IDS, CASES, strict=True):
         expected = torch.from_numpy(np.load(tmp_path / f"{name}.gguf.npy"))
-        computed = torch.cat([logits(tmp_path / f"{name}.gguf", row) for row in rows])
+        with monkeypatch.context() as patched:
+            if kind in GELU:
+                patched.setattr(layers, "compiles", lambda dtype: False)
+                patched.setattr(torch_pass, "_ACTIVATIONS", torch_pass._ACTIVATIONS | gelu)
+            computed = torch.cat([logits(tmp_path / f"{name}.gguf", row) for row in rows])
         distance = ((computed - expected).abs().max() / expected.std()).item()
-        if distance > (3e-3 if kind in GELU else 1e-4 if "qwen3_" in kind else 1e-5):
+        if distance > (1e-3 if kind in GELU else 1e-4 if "qwen3_" in kind else 1e-5):
             far[name] = distance
     assert not far

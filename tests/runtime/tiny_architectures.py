@@ -84,8 +84,8 @@ _OWN: dict[str, dict[str, Any]] = {
     | {
         "vocab_size_per_layer_input": 128,
         "hidden_size_per_layer_input": 16,
-        "num_global_key_value_heads": 2,
-        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "global_head_dim": 24,
         "num_kv_shared_layers": 0,
     },
     "glm4_moe_lite": _LATENT,
@@ -141,6 +141,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _DELTA,
     "youtu": _LATENT,
 }
+_FOLDED = {"global_head_dim", "num_global_key_value_heads"}  # into per_layer_config
 
 
 def tiny_config(kind: str) -> Any:
@@ -150,7 +151,7 @@ def tiny_config(kind: str) -> Any:
     fields = _COMMON | (_EXPERTS if any(n in kind for n in _EXPERT_NAMES) else {})
     fields = fields | _OWN.get(kind, {})
     base = AutoConfig.for_model(kind)
-    known = set(base.to_dict()) | set(getattr(base, "attribute_map", {}))
+    known = set(base.to_dict()) | set(getattr(base, "attribute_map", {})) | _FOLDED
     return AutoConfig.for_model(kind, **{k: v for k, v in fields.items() if k in known})
 
 

@@ -14,9 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.core.request.request import StructuredOutputs
-from cbatch.text.forced_tools import ForcedCall, ForcedCallReader, JsonEnd, ToolCallPart
+from cbatch.text.forced_tools import (
+    ForcedCall,
+    ForcedCallReader,
+    Function,
+    JsonEnd,
+    Tool,
+    ToolCallPart,
+)
 from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought
 from cbatch.text.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser, find_tool_parser
+from cbatch.text.written_calls import text_parameters
 
 Calls = list[tuple[str, str]]
 ROME = '{"city": "Rome", "days": 1.50}'
@@ -32,6 +40,16 @@ ANALYSIS = "<|channel|>analysis<|message|>"
 COMMENTARY = "<|channel|>commentary"
 TO_F = f"{COMMENTARY} to=functions.f <|constrain|>json<|message|>{ROME}"
 TO_G = f"{COMMENTARY} to=functions.g<|message|>"
+QWEN = (
+    "<tool_call>\n<function=f>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n1.50\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>1.50</arg_value>\n</tool_call>"
+)
+SHORT = '{"city":"Rome","days":1.50}'
+GEMMA = '<|tool_call>call:f{city:<|"|>Rome<|"|>,days:1.50}<tool_call|>'
 
 
 class Script(NamedTuple):
@@ -160,6 +178,39 @@ REPLIES: dict[tuple[str | None, str], list[Any]] = {
         same(TO_F[:-1]),
         (f"{FINAL}go to=functions.f", "go to=functions.f"),
     ],
+    # Calls that are not JSON. Values that are not JSON are texts.
+    ("qwen3_coder", "qwen3"): [
+        (f"<think>a {QWEN}</think>b\n\n{QWEN}\n{QWEN}\n", "b", f"a {QWEN}", [F, F]),
+        (f"<tool_call> and {QWEN} so", "<tool_call> and so", "", [F]),
+        (QWEN.removesuffix("</function>\n</tool_call>"), "", "", [F]),
+        ("<tool_call><function=g></function></tool_call>", "", "", [G]),
+        (
+            "<tool_call><function=g><parameter=a>\n\n <b>\n</parameter><parameter=c>True"
+            "</parameter></tool_call>",
+            *("", "", [("g", '{"a": "\\n <b>", "c": true}')]),
+        ),
+        same("<tool_call><function=f"),
+        same("<tool_call>\n<functions>"),
+    ],
+    ("seed_oss", "seed_oss"): [
+        (QWEN.replace("tool_call", "seed:tool_call"), "", "", [F]),
+        same(QWEN),
+    ],
+    ("glm45", "qwen3"): [
+        (f"<think>a</think>\n{GLM}\n<tool_call>g\n</tool_call>", "", "a", [F, G]),
+        (GLM.replace("\n", ""), "", "", [F]),
+        same("<tool_call>f x</tool_call>"),
+    ],
+    ("gemma4", "gemma4"): [
+        (f"<|channel>thought\na<channel|>{GEMMA}{GEMMA}", "", "a", [("f", SHORT)] * 2),
+        (
+            'b <|tool_call>call:f{a:{b-c:[<|"|>x:{"<|"|>,true,null],d:{}},e:-1}<tool_call|>',
+            *("b", "", [("f", '{"a":{"b-c":["x:{\\"",true,null],"d":{}},"e":-1}')]),
+        ),
+        ("<|tool_call>call:g{}", "", "", [("g", "{}")]),
+        same("<|tool_call>call:f{a:b}<tool_call|>"),
+        same("<|tool_call>calls"),
+    ],
 }
 SCRIPTS = [Script(*formats, *row) for formats, rows in REPLIES.items() for row in rows]
 
@@ -179,6 +230,16 @@ def test_a_call_without_arguments_has_a_known_name_and_is_not_cut(start: str) ->
     assert read_calls(whole, cut=False) == 1
     assert read_calls(whole, cut=True) == (1 if whole.startswith("{") else 0)
     assert read_calls(whole.replace("now", "later"), cut=False) == 0
+
+
+def test_a_value_of_type_string_is_a_text() -> None:
+    schema = {"properties": {"city": {}, "days": {"type": "string"}, "odd": 1}}
+    tools = [Tool("function", Function("f", parameters=schema)), Tool("function", Function("g"))]
+    for calls, text in (("qwen3_coder", QWEN), ("glm45", GLM)):
+        reader = ReplyReader(ReplyFormat(CALLS[calls], texts=text_parameters(tools)))
+        assert message(read(reader, [text]))[2] == [("f", '{"city": "Rome", "days": "1.50"}')]
+        cut = ReplyReader(ReplyFormat(CALLS[calls]))
+        assert message(flat([*cut.push(text[:-1]), *cut.finish(cut=True)]))[0] == text[:-1]
 
 
 def reader_of(script: Script, *, separate: bool = True, parallel: bool = True) -> ReplyReader:
@@ -249,6 +310,7 @@ FRAGMENTS = [
     *(TAG, OBJECT, TO_F, ANALYSIS, FINAL, END, "<|call|>", "<tool_call>", "</tool_call>"),
     *("<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "{", "}", "]"),
     *("f", "; ", ", ", '"', "\\", " ", "\n", "a", "<", "[", " to=functions.f", "<|message|>"),
+    *(QWEN, GLM, GEMMA, "<function=f>", "<|tool_call>", "call:", "<tool_call|>"),
 ]
 
 
@@ -367,7 +429,11 @@ def test_the_reasoning_parser_is_found_by_the_template(template: str, parser: An
     "template, parser",
     [
         ('within <tool_call></tool_call>: {"name": <name>, "arguments": <args>}', "hermes"),
-        ("<tool_call>\n<function=name>\n<parameter=a> {{ call.arguments }}", None),
+        ("<tool_call>\n<function=name>\n<parameter=a> {{ call.arguments }}", "qwen3_coder"),
+        ("<seed:tool_call>\n<function=example>", "seed_oss"),
+        ("<tool_call>{name}\n<arg_key>{arguments}</arg_key>", "glm45"),
+        ("{{ '<|tool_call>call:' + name + '{' }}", "gemma4"),
+        ("<tool_call><invoke name=", None),
         ("<|start|>assistant<|channel|>commentary to=functions", "harmony"),
         ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral"),
         ("<|start_of_role|>assistant: only with <|tool_call|> followed by a JSON list", "granite"),

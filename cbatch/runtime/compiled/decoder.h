@@ -7,32 +7,32 @@
 #define SOFTCAP_LOGITS 4096  // logits that one iteration of the softcap loop handles
 
 // Writes a token's embedding. `to` has room for whole vectors.
-static void embed_row(const decoder *m, long token, float *to) {
-    const int half = m->embedding_type == BF16, whole = m->embedding_type == F32;
-    const long size = half ? 2 : 4;
-    if (half || whole) {
-        const char *from = m->embedding + token * m->hidden * size;
-        for (long k = 0; k < m->hidden; k += LANES)
-            store(to + k, widened(from + k * size, m->hidden - k, half));
+static void embed_row(const embedding_table *from, long token, float *to) {
+    const int half = from->type == BF16, type = (int)from->type;
+    const long size = half ? 2 : 4, width = from->width;
+    if (half || type == F32) {
+        const char *row = from->rows + token * width * size;
+        for (long k = 0; k < width; k += LANES)
+            store(to + k, widened(row + k * size, width - k, half));
     } else {
-        const long bytes = block_panel_bytes(form_of((int)m->embedding_type), m->hidden);
-        decode_row((int)m->embedding_type, m->embedding + token / LANES * bytes, m->hidden,
-                   token % LANES, to);
-    }
-}
-
-static void embed(pass *p) {
-    const float scale = p->model->embedding_scale;
-    EACH_CLAIMED(&p->me, p->rows, r) {
-        float *to = p->residual + r * p->hidden_stride;
-        embed_row(p->model, p->step->tokens[r], to);
-        for (long k = 0; scale != 1 && k < p->model->hidden; k++) to[k] *= scale;
+        const long bytes = block_panel_bytes(form_of(type), width);
+        decode_row(type, from->rows + token / LANES * bytes, width, token % LANES, to);
     }
 }
 
 // Converts an input row of the product `to` to the form that the product reads.
 static void convert_input(const pass *p, const linear *to, const float *x, long row) {
     convert_row(row_form_of(to), x, to->in, p->converted + row * p->converted_stride);
+}
+
+static void embed(pass *p) {
+    const float scale = p->model->embedding_scale;
+    EACH_CLAIMED(&p->me, p->rows, r) {
+        float *to = p->residual + r * p->hidden_stride;
+        embed_row(&p->model->embedding, p->step->tokens[r], to);
+        for (long k = 0; scale != 1 && k < p->model->hidden; k++) to[k] *= scale;
+        if (p->model->inputs) convert_input(p, &p->model->inputs->projection, to, r);
+    }
 }
 
 static float mean(const float *x, long count) {
@@ -67,8 +67,8 @@ static void add_pending_sums(const pass *p, long row) {
     float *x = p->residual + row * p->hidden_stride, *normed = p->partial + row * hidden;
     const float *sums = p->sums + row * hidden;
     if (p->pending->after.kind) norm_row(&p->pending->after, sums, hidden, normed), sums = normed;
-    const float scale = p->pending->scale;
-    for (long k = 0; k < hidden; k++) x[k] += scale * sums[k];
+    const float scale = p->pending->scale, rescale = p->pending->rescale;
+    for (long k = 0; k < hidden; k++) x[k] = (x[k] + scale * sums[k]) * rescale;
 }
 
 static void save_state(const pass *p, long state, long row, const float *x) {
@@ -101,7 +101,7 @@ static void build_pairs(pass *p, const linear *to) {
         float *token = p->pairs + r * p->pair_stride, *state = token + m->hidden;
         float *embedded = p->normed + r * p->hidden_stride;
         const float *input = p->step->states + r * m->hidden;
-        embed_row(m, p->step->tokens[r], embedded);
+        embed_row(&m->embedding, p->step->tokens[r], embedded);
         norm_row(&by->token, embedded, m->hidden, token);
         norm_row(&by->state, input, m->hidden, state);
         memcpy(residual, by->normed_residual ? state : input, m->hidden * 4);
@@ -124,13 +124,13 @@ static void norm_head(const attention *l, float *x, long head) {
     for (long d = 0; d < l->dim; d++) x[d] = x[d] * by * weight[d];
 }
 
-// Norms, rotates and scales `queries` queries and the key of a row and KV head. Stores K and V at
-// place `at` of a block.
+// Norms, rotates and scales `queries` queries and the key of a row and KV head, if it has one. Stores
+// K and V at place `at` of a block.
 static void rotate_and_store(const pass *p, const attention *l, long queries, float *heads,
                              const float *cos_sin, char *block, long at) {
     const long dim = l->dim, size = p->step->block_size, half = p->step->kv_half;
     float rotated[dim];
-    for (long g = 0; g <= queries; g++) {
+    for (long g = 0; g < queries + !l->shares_kv; g++) {
         float *x = heads + g * dim;
         const float scale = g < queries ? l->scale : 1;
         const long head = g < queries ? g : l->group;
@@ -142,7 +142,13 @@ static void rotate_and_store(const pass *p, const attention *l, long queries, fl
         }
         if (g < queries) memcpy(x, rotated, dim * 4);
     }
-    store_kv(rotated, heads + (queries + 1) * dim, dim, l->value_dim, size, at, block, half);
+    if (l->shares_kv) return;
+    float *value = heads + (queries + 1) * dim;
+    if (l->norms_values) {
+        const float by = 1 / __builtin_sqrtf(squares(value, l->value_dim) / l->value_dim + l->qk_eps);
+        for (long d = 0; d < l->value_dim; d++) value[d] *= by;
+    }
+    store_kv(rotated, value, dim, l->value_dim, size, at, block, half);
 }
 
 // Norms all queries of a row as one vector, and all its keys as another.
@@ -245,14 +251,16 @@ static void gate_attended(pass *p, const attention *l) {
         }
 }
 
-// Computes inner = silu(gate) * up of gate_up [gate | up], or another activation.
-static void activate(pass *p, const feed_forward *f) {
+// Computes inner = silu(gate) * up of gate_up [gate | up], or another activation. Unless null,
+// `inputs` replace `up`: those of a layer, for all rows of the step.
+static void activate(pass *p, const feed_forward *f, const float *inputs) {
     const linear *to = &f->down;
     EACH_CLAIMED(&p->me, p->rows, r) {
         const float *gate = p->gate_up + r * p->gate_up_stride, *up = gate + to->in;
         float *inner = p->inner + r * p->inner_stride;
+        if (inputs) up = inputs + (p->selected ? p->step->logit_rows[r] : r) * p->inputs_stride;
         for (long k = 0; k < to->in; k += LANES) {
-            const vec by = f->gated ? load(up + k) : all(1);
+            const vec by = f->gated || inputs ? load(up + k) : all(1);
             vec x = load(gate + k);
             if (f->activation == XIELU) x = xielu(x, f->xielu) * by;
             else x = gated(f->activation, x, by, 0, 0);
@@ -264,6 +272,7 @@ static void activate(pass *p, const feed_forward *f) {
 
 static void use_logit_rows(pass *p) {
     p->residual = p->logit_residual, p->attended = p->logit_attended, p->rows = p->num_logit_rows;
+    p->selected = 1;
 }
 
 // Keeps only the rows that need logits: from here on, rows do not read each other.
@@ -312,8 +321,23 @@ static void multiply_rows_into(pass *p, const linear *weights, const float *x, l
     else multiply_into(p, weights, p->converted, p->converted_stride, joins);
 }
 
-// Computes the feed-forward of the normed rows, or the output of their experts.
-static void run_forward(pass *p, const feed_forward *f) {
+// Computes the inputs of all layers for each row, from its embedding, already converted.
+static void compute_inputs(pass *p) {
+    const layer_inputs *of = p->model->inputs;
+    const long layers = p->model->num_layers, width = of->table.width / layers;
+    multiply(p, &of->projection, p->residual, p->hidden_stride, p->inputs, p->inputs_stride);
+    EACH_CLAIMED(&p->me, p->rows, r) {
+        float *x = p->inputs + r * p->inputs_stride;
+        float *row = p->table_rows + p->me.thread * p->inputs_stride;
+        embed_row(&of->table, p->step->tokens[r], row);
+        for (long i = 0; i < layers; i++) norm_row(&of->by, x + i * width, width, x + i * width);
+        for (long k = 0; k < of->table.width; k++) x[k] += of->scale * row[k];
+    }
+}
+
+// Computes the feed-forward of the normed rows, or the output of their experts. `inputs`: see
+// `activate`.
+static void run_forward(pass *p, const feed_forward *f, const float *inputs) {
     if (f->gates_in_product) {
         const problem up = {.weights = &f->gate_up, .x = p->converted, .gated = p->gated,
                             .x_stride = p->converted_stride, .gated_stride = p->gated_stride};
@@ -330,7 +354,7 @@ static void run_forward(pass *p, const feed_forward *f) {
         p->me = job.me, p->sums_pending = 1, p->pending = &f->joins;
         return;
     }
-    activate(p, f);
+    activate(p, f, inputs);
     multiply_rows_into(p, &f->down, p->inner, p->inner_stride, &f->joins);
 }
 
@@ -398,11 +422,12 @@ static int first_half(pass *p, long i) {
     int pairs = 0;
     if (!i && m->pairs) pairs = read_states(p);
     else if (!i) embed(p);
+    if (!i && m->inputs) compute_inputs(p);
     project(p, i, pairs);
     if (i == last && !p->num_logit_rows && !saves_all_states(p)) return 0;
     if (l->parallel) {
         normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1, 0);
-        run_forward(p, &l->forward);
+        run_forward(p, &l->forward, 0);
     }
     if (!l->state.rule) attend_all(p, i);
     if (l->mixer.gates) gate_attended(p, &l->mixer);
@@ -412,11 +437,16 @@ static int first_half(pass *p, long i) {
     return 1;
 }
 
-// Runs the rest of the layer, up to its down projection.
-static void second_half(pass *p, const layer *l) {
-    if (l->parallel || !l->forward.gate_up.num_parts) return;
-    normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1, 0);
-    run_forward(p, &l->forward);
+// Runs the rest of the layer, up to its last product.
+static void second_half(pass *p, long i) {
+    const layer *l = p->model->layers + i;
+    if (!l->parallel && l->forward.gate_up.num_parts) {
+        normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1, 0);
+        run_forward(p, &l->forward, 0);
+    }
+    if (!l->injection.gate_up.num_parts) return;
+    normalize(p, &l->injection.gate_up, &l->injection.joins.before, -1, 0);
+    run_forward(p, &l->injection, p->inputs + i * l->injection.inner);
 }
 
 // Runs the whole pass or a part of it; every thread of the team calls this. A late thread may run
@@ -427,7 +457,7 @@ static void decode_all(void *job) {
     if (!p.split) {
         for (long i = 0; i < m->num_layers; i++) {
             if (!first_half(&p, i)) return;
-            second_half(&p, m->layers + i);
+            second_half(&p, i);
         }
         finish(&p);
         return;
@@ -435,7 +465,7 @@ static void decode_all(void *job) {
     const long layer = p.part / 2, end = 2 * m->num_layers;
     if (p.part >= end - 1 && !saves_all_states(&p)) use_logit_rows(&p);
     if (p.part == end) finish(&p);
-    else if (p.part % 2) second_half(&p, m->layers + layer);
+    else if (p.part % 2) second_half(&p, layer);
     else first_half(&p, layer);
 }
 

@@ -15,10 +15,10 @@ typedef struct {
 } norm;
 
 // A branch of the residual stream: its output is normed by `after`, scaled, and added. Unless
-// `adds_later`, its last product adds the output at once.
+// `adds_later`, its last product adds the output at once. Later, the stream is multiplied by `rescale`.
 typedef struct {
     norm before, after;
-    float scale;
+    float scale, rescale;
     long adds_later;
 } branch;
 
@@ -28,18 +28,20 @@ typedef struct {
 // queries of a row are normed as one vector, and all its keys as another. EACH_ROTATED norms heads
 // after the rotation. `sinks` [kv_heads *
 // group] may be null. cos_sin [positions, dim / 2, 2]. A row sees the last `window` positions.
-// Scores are multiplied by `scale` and become cap * tanh(score / cap), unless `cap` is 0.
+// Scores are multiplied by `scale` and become cap * tanh(score / cap), unless `cap` is 0. With
+// `norms_values`, values are normed with `qk_eps`. With `shares_kv`, K and V are an earlier layer's,
+// and qkv gives only queries and gates.
 enum qk_norm { NO_QK_NORM, EACH_HEAD, ALL_HEADS, EACH_ROTATED };
 typedef struct {
     branch joins;
     linear qkv, out;
     const float *qk_weight, *sinks, *cos_sin;
-    long kv_heads, group, dim, value_dim, window, qk_norm, gates;
+    long kv_heads, group, dim, value_dim, window, qk_norm, gates, norms_values, shares_kv;
     float scale, cap, qk_eps;
 } attention;
 
 INLINE long head_width(const attention *m, long queries) {
-    return (queries + 1) * m->dim + m->value_dim + m->gates;
+    return queries * m->dim + (m->shares_kv ? 0 : m->dim + m->value_dim) + m->gates;
 }
 
 // A recurrent mixer; with the rule ATTENTION there is none. The projection gives rows [gate before |
@@ -72,13 +74,14 @@ typedef struct {
 } feed_forward;
 
 // A recurrent layer has only branch, first product and `out` of `mixer`.
-// With `parallel`, both branches have the same input. The layer's input is kept as state number
+// With `parallel`, both branches have the same input. `injection`, or no parts, is a third branch
+// with the layer's input of the token in place of `up`. The layer's input is kept as state number
 // `kept`, unless that is negative. With `joint`, its mixer reads the input of the layer before, whose
 // output waits.
 typedef struct {
     attention mixer;
     recurrence state;
-    feed_forward forward;
+    feed_forward forward, injection;
     long parallel, kept, joint;
 } layer;
 
@@ -92,7 +95,22 @@ typedef struct {
     long normed_residual;
 } pair_input;
 
-// embedding [vocab, hidden]: rows of fp32 or bf16, or panels of a block type. The LM head has
+// Embeddings of `width` numbers: rows of fp32 or bf16, or panels of a block type.
+typedef struct {
+    const char *rows;
+    long type, width;
+} embedding_table;
+
+// The inputs of all layers for a token: its row of `table` times `scale`, plus the projection of its
+// embedding, of which each layer's part is normed.
+typedef struct {
+    embedding_table table;
+    linear projection;
+    norm by;
+    float scale;
+} layer_inputs;
+
+// embedding [vocab, hidden]; `inputs` is null unless layers have inputs. The LM head has
 // `choices` logits, capped by `logit_cap` unless that is 0. `pairs` is null except for draft heads.
 // Sequences have no positions before `first`. `kept` is the state number of the last layer's
 // output, for all rows; a draft head keeps only the rows with logits.
@@ -100,9 +118,10 @@ typedef struct {
     const layer *layers;
     linear head;
     norm head_norm;
-    const char *embedding;
+    embedding_table embedding;
+    const layer_inputs *inputs;
     const pair_input *pairs;
-    long num_layers, hidden, vocab, embedding_type, choices, first, kept;
+    long num_layers, hidden, vocab, choices, first, kept;
     float logit_cap, embedding_scale;
 } decoder;
 
@@ -142,21 +161,21 @@ typedef struct {
 // and rows in the form that the next product reads. The output of a branch that is added later is
 // written to `partial`. While `sums_pending` is set, the residual stream lacks `sums` (of all
 // ranks, or `partial` itself), which join it as `pending` says. `split`: this call runs only part
-// `part` of the pass, and all outputs are added later.
+// `part` of the pass, and all outputs are added later. `selected`: only `logit_rows` are left.
 typedef struct {
     member me;
     const decoder *model;
     const step *step;
     char *converted, *gated;
     float *residual, *normed, *fused, *attended, *gate_up, *inner, *logit_residual, *logit_attended;
-    float *pairs;
+    float *pairs, *inputs, *table_rows;
     float *logits, *partial, *scratches;
     const float *sums;
     const branch *pending;
     char *expert_memory;
     long pair_stride, hidden_stride, fused_stride, attended_stride, gate_up_stride, inner_stride;
     long converted_stride, gated_stride, scratch_size, group, num_pieces, rows, num_logit_rows;
-    long part, split, sums_pending;
+    long part, split, sums_pending, inputs_stride, selected;
     piece *pieces;
     long *positions, *sequences, *first_rows;
     float *mixed;  // rows of a recurrence: inputs after the convolution, log decays, factors
@@ -165,8 +184,8 @@ typedef struct {
 
 _Static_assert(sizeof(pass) <= MAX_JOB_BYTES, "a pass is handed over whole");
 
-#define LOOPS_OF_A_LAYER 24  // shared loops of a layer, at most
-#define OTHER_LOOPS 8        // and of the rest of a pass
+#define LOOPS_OF_A_LAYER 32  // shared loops of a layer, at most
+#define OTHER_LOOPS 12       // and of the rest of a pass
 
 INLINE long padded(long count) { return rounded(count, 16); }
 
@@ -201,6 +220,8 @@ static long carve(pass *p, char *memory, long rows, long threads) {
         const long dim = max_long(a->dim, a->value_dim);
         scratch = max_long(scratch, scratch_floats(queries_of_piece(p->group), dim));
         adds_later |= a->joins.adds_later | f->joins.adds_later;
+        separate = max_long(separate, m->layers[i].injection.inner);
+        inner = max_long(inner, m->layers[i].injection.inner);
         expert_job job;
         if (f->experts) {
             separate = max_long(separate, f->experts->experts + 1);
@@ -226,6 +247,8 @@ static long carve(pass *p, char *memory, long rows, long threads) {
     p->gated_stride = converted_bytes(gated) + 4 * ROW_PADDING;
     CARVE(p->gated, rows *p->gated_stride, char);
     ROWS_OF(pairs, pair_stride, m->pairs ? 2 * m->hidden : 0);
+    ROWS_OF(inputs, inputs_stride, m->inputs ? m->inputs->table.width : 0);
+    CARVE(p->table_rows, m->inputs ? threads * p->inputs_stride : 0, float);
     p->scratch_size = rounded(scratch, LANES);
     CARVE(p->scratches, threads *p->scratch_size, float);
     CARVE(p->pieces, rows, piece);

@@ -16,10 +16,17 @@ from torch import Tensor
 
 from cbatch.runtime.batch import PASS_ERRORS
 from cbatch.runtime.compiled.build import library
-from cbatch.runtime.compiled.product import TYPES, CompiledProduct
+from cbatch.runtime.compiled.product import CompiledProduct
 from cbatch.runtime.compiled.structs import struct
 from cbatch.runtime.compiled.threads import num_threads
-from cbatch.runtime.cpu.lowering import lower_layers, lower_pairs, norm_before, product_of
+from cbatch.runtime.cpu.lowering import (
+    lower_inputs,
+    lower_layers,
+    lower_pairs,
+    lower_table,
+    norm_before,
+    product_of,
+)
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.records import Attention, Experts
@@ -27,7 +34,7 @@ from cbatch.runtime.model.rope import RotaryTable
 
 if TYPE_CHECKING:
     from cbatch.runtime.cpu.linear import Linear
-    from cbatch.runtime.layers import Layer, PairWeights
+    from cbatch.runtime.layers import InputWeights, Layer, PairWeights
     from cbatch.runtime.rank_group import RankGroup
 
 _Decoder, _Step = struct("decoder"), struct("step")  # of step.h
@@ -48,6 +55,7 @@ class CompiledDecoder:
         head: Linear,
         ranks: RankGroup | None = None,
         pair: PairWeights | None = None,
+        inputs: InputWeights | None = None,
     ) -> None:
         """Build the structs. All products must be compiled; with `ranks`, they are a shard."""
         kernel = library()
@@ -58,32 +66,29 @@ class CompiledDecoder:
         self._memory_bytes.restype = c_long
         self._config, self._ranks = config, ranks
         mixers = [layer.record.mixer for layer in layers]
-        attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
-        self._ropes = [m.rope if isinstance(m, Attention) else None for m in mixers]
-        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in attention}
+        self._ropes = [(m.rope, m.key_dim) if isinstance(m, Attention) else None for m in mixers]
+        self._rotary = {each: RotaryTable(*each, "cpu") for each in self._ropes if each is not None}
         self.hidden_size = config.hidden_size
-        self._keep_alive = embedding, layers, head, pair  # the structs below hold addresses
+        self._keep_alive = embedding, layers, head, pair, inputs  # the structs below hold addresses
         self._layers = lower_layers(layers, config.max_position_tokens)
-        if isinstance(embedding, CompiledProduct):
-            (rows,), (embedding_type,) = embedding.panels, embedding.types
-        else:
-            rows, embedding_type = embedding, TYPES[embedding.dtype]
+        table = embedding.panels[0] if isinstance(embedding, CompiledProduct) else embedding
         self.num_kept = int(pair is not None)  # hidden states that are kept of each row
         self.struct = _Decoder(
             layers=self._layers,
             head=product_of(head),
             head_norm=norm_before(config.norm, head),
-            embedding=rows.data_ptr(),
+            embedding=lower_table(embedding, config.hidden_size),
             num_layers=len(layers),
             hidden=config.hidden_size,
             vocab=config.vocab_size,
-            embedding_type=embedding_type,
             choices=head.shape[0],
             first=int(pair is not None),
             kept=self.num_kept - 1,
             logit_cap=config.logit_softcap,
-            embedding_scale=_embedding_scale(config, rows.dtype),
+            embedding_scale=_embedding_scale(config, table.dtype),
         )
+        if inputs is not None:
+            self.struct.inputs = ctypes.pointer(lower_inputs(config, inputs))
         if config.input is not None and pair is not None:
             self.struct.pairs = ctypes.pointer(lower_pairs(config.input, pair))
         weakref.finalize(self, _wait_for_threads, kernel, self.struct, self._keep_alive)
@@ -91,6 +96,7 @@ class CompiledDecoder:
         parts = () if pair is None else (pair.input_layer, pair.only_kv)
         products = [linear for layer in layers for linear in layer.products()]
         products += [linear for linear in parts if linear is not None]
+        products += [] if inputs is None else [inputs.projection]
         weights = sum(out * columns for out, columns in (p.shape for p in (*products, head)))
         for layer in layers:
             if isinstance(f := layer.record.feed_forward, Experts):

@@ -52,10 +52,14 @@ class Model:
             builder = CpuLayerBuilder(config, source, dtype, self.device, numerics, logits)
             self.embedding, self.layers, self.head = builder.build()
             self.final_norm = builder.final_norm()
+            inputs = config.layer_inputs
+            self.inputs = None if inputs is None else builder.layer_inputs(inputs)
         self.compiled = builder.compiled
         run_layers = CompiledDecoder if self.compiled else TorchPass
         parts = config, self.embedding, self.layers, self.head
-        self._pass: CompiledDecoder | TorchPass = run_layers(*parts, ranks=ranks)
+        self._pass: CompiledDecoder | TorchPass = run_layers(
+            *parts, ranks=ranks, inputs=self.inputs
+        )
 
     @property
     def code(self) -> str:
@@ -75,6 +79,8 @@ class Model:
         """Yield every product of a pass."""
         for layer in self.layers:
             yield from layer.products()
+        if self.inputs is not None:
+            yield self.inputs.projection
         yield self.head
 
     def keep_hidden(self, layers: tuple[int, ...]) -> None:

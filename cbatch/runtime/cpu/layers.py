@@ -46,6 +46,12 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         product = CompiledProduct.of_blocks(_stacked(blocks), None, norm if tied else None)
         return product, Linear.of(product) if tied else None
 
+    def _table(self, name: str, shape: tuple[int, int]) -> Any:
+        blocks = self._blocks([name])
+        if blocks is None:
+            return super()._table(name, shape)
+        return CompiledProduct.of_blocks(_stacked(blocks), None, None)
+
     def _blocks(self, names: list[str]) -> list[Blocks] | None:
         stored = [self.source.blocks(name) for name in names] if self.compiled else []
         blocks = [Blocks(b.type.name, b.shape[-1], b.rows) for b in stored if b is not None]
@@ -127,10 +133,10 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
     def _qkv(
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> Linear:
-        blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
+        blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in m.projections])
         if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES:
             return super()._qkv(attention, m, norm, shift)
-        bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
+        bias = self._heads(attention, m, m.projections, "bias") if m.bias else None
         pitch, at = m.row_width // m.kv_heads, 0
         runs = {"q": m.group * m.key_dim, "k": m.key_dim, "v": m.value_dim}
         if m.gate:  # a gate follows each query
@@ -139,7 +145,7 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
             queries, gates = (blocks[0]._replace(rows=rows) for rows in halves)
             blocks, runs = [queries, *blocks[1:], gates], runs | {"g": m.group * m.value_dim}
         parts = []
-        for letter, part in zip(runs, blocks, strict=True):
+        for letter, part in zip(runs, blocks, strict=False):
             if letter in "qk":
                 rows = interleave_halves(torch.from_numpy(part.rows), m.rope, m.key_dim).numpy()
                 part = part._replace(rows=rows)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.compiled.experts import Gating
-from cbatch.runtime.compiled.product import CompiledProduct, address_of
+from cbatch.runtime.compiled.product import TYPES, CompiledProduct, address_of
 from cbatch.runtime.compiled.structs import constants, struct
 from cbatch.runtime.cpu.linear import Linear
-from cbatch.runtime.layers import Layer, PairWeights, RecurrenceWeights
+from cbatch.runtime.layers import InputWeights, Layer, PairWeights, RecurrenceWeights
+from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.records import (
     Attention,
     Branch,
@@ -75,9 +76,33 @@ def lower_layers(layers: Sequence[Layer[Linear]], max_tokens: int) -> Any:
     return structs
 
 
-def _branch(branch: Branch, before: Any, after: Tensor | None) -> Any:
+def lower_table(table: Tensor | CompiledProduct, width: int) -> Any:
+    if isinstance(table, CompiledProduct):
+        (rows,), (kind,) = table.panels, table.types
+    else:
+        rows, kind = table, TYPES[table.dtype]
+    return struct("embedding_table")(rows.data_ptr(), kind, width)
+
+
+def lower_inputs(config: ModelConfig, weights: InputWeights) -> Any:
+    """Lower the inputs of layers. A norm of x / sqrt(n) is that of x with n times the epsilon."""
+    inputs = config.layer_inputs
+    assert inputs is not None
+    norm = lower_norm(inputs.norm, weights.norm)
+    norm.eps *= config.hidden_size
+    return struct("layer_inputs")(
+        lower_table(weights.table, config.num_layers * inputs.width),
+        product_of(weights.projection),
+        norm,
+        (inputs.width / 2) ** 0.5,
+    )
+
+
+def _branch(branch: Branch, before: Any, after: Tensor | None, rescale: float = 1.0) -> Any:
     later = not branch.adds_plainly or isinstance(branch, Experts)
-    return struct("branch")(before, lower_norm(branch.out_norm, after), branch.out_scale, later)
+    assert later or rescale == 1.0
+    after = lower_norm(branch.out_norm, after)
+    return struct("branch")(before, after, branch.out_scale, rescale, later)
 
 
 def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
@@ -93,7 +118,19 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
     else:
         mixer, state = _attention(layer, m, max_tokens, shared), struct("recurrence")()
     forward = struct("feed_forward")() if f is None else _feed_forward(layer, f)
-    return struct("layer")(mixer, state, forward, parallel, -1, layer.record.joint)
+    injection, record = struct("feed_forward")(), layer.record.injection
+    if record is not None and layer.injection is not None:
+        gate, down, after = layer.injection
+        injection = struct("feed_forward")(
+            joins=_branch(record, norm_before(record.norm, gate), after, layer.scale),
+            gate_up=product_of(gate),
+            down=product_of(down),
+            inner=record.inner,
+            activation=Gating[record.activation.upper()],
+        )
+    elif layer.record.scaled:
+        forward.joins.rescale = layer.scale
+    return struct("layer")(mixer, state, forward, injection, parallel, -1, layer.record.joint)
 
 
 def _feed_forward(layer: Layer[Linear], f: FeedForward | Experts) -> Any:
@@ -133,6 +170,8 @@ def _attention(layer: Layer[Linear], m: Attention, max_tokens: int, shared: dict
         scale=m.scale,
         cap=m.soft_cap,
         gates=m.group * m.value_dim if m.gate else 0,
+        norms_values=m.value_norm is not None,
+        shares_kv=m.kv_from is not None,
         qk_eps=0.0 if m.qk_norm is None else m.qk_norm.eps,
     )
 

@@ -55,12 +55,14 @@ def attend(
     v: Tensor,
     first_key: int = 0,
 ) -> Tensor:
-    """Write K [Hkv, T, Dk] and V [Hkv, T, Dv]; return fp32 [T, H, Dv] for queries [H, T, Dk].
-    Leading dimensions of 1 are ignored. No query sees positions before `first_key`."""
+    """Write K [Hkv, T, Dk] and V [Hkv, T, Dv], unless they are another layer's; return fp32
+    [T, H, Dv] for queries [H, T, Dk]. Leading dimensions of 1 are ignored. No query sees positions
+    before `first_key`."""
     q, k, v = (x.reshape(x.shape[-3:]) for x in (q, k, v))
     keys, values = _views(kv, layer, mixer)
-    keys[:, step.blocks, step.offsets] = k.to(keys.dtype)
-    values[:, step.blocks, step.offsets] = v.to(values.dtype)
+    if mixer.kv_from is None:
+        keys[:, step.blocks, step.offsets] = k.to(keys.dtype)
+        values[:, step.blocks, step.offsets] = v.to(values.dtype)
     out, at = q.new_empty(q.shape[1], q.shape[0], mixer.value_dim, dtype=torch.float32), 0
     for n, context, table in zip(step.lens, step.contexts, step.tables, strict=True):
         own_k = keys[:, table].flatten(1, 2)[:, :context].float()

@@ -17,7 +17,7 @@ from cbatch.runtime.cpu.linear import Linear
 from cbatch.runtime.cpu.torch_attention import TorchStep, attend, plan_step
 from cbatch.runtime.cpu.torch_recurrence import StateRows, mix, plan_states
 from cbatch.runtime.kv_cache import KVCache
-from cbatch.runtime.layers import Layer, PairWeights
+from cbatch.runtime.layers import InputWeights, Layer, PairWeights
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.records import (
     Attention,
@@ -50,11 +50,12 @@ class TorchPass:
         head: Linear,
         ranks: RankGroup | None = None,
         pair: PairWeights | None = None,
+        inputs: InputWeights | None = None,
     ) -> None:
         self.config, self.embedding, self.layers, self.head = config, embedding, layers, head
-        self.ranks, self._pair = ranks, pair or PairWeights()
+        self.ranks, self._pair, self._inputs = ranks, pair or PairWeights(), inputs
         mixers = [each.mixer for each in config.layers if isinstance(each.mixer, Attention)]
-        self._rotary = {m.rope: RotaryTable(m.rope, m.key_dim, "cpu") for m in mixers}
+        self._rotary = {(m.rope, m.key_dim): RotaryTable(m.rope, m.key_dim, "cpu") for m in mixers}
         self._kept: tuple[int, ...] = ()
 
     def keep(self, layers: tuple[int, ...]) -> None:
@@ -86,12 +87,17 @@ class TorchPass:
         if kv.state is not None:
             self._sequences = plan_states(query_lens, context_lens, kv, state_tables, state_slots)
         x, pairs = self._input(tokens, states)
-        before = x
+        inputs, before = self._layer_inputs(tokens, x), x
         for index, layer in enumerate(self.layers):
             if hidden is not None and index in self._kept:
                 hidden[:, self._kept.index(index)] = x
             read = before if layer.record.joint else x
             before, x = x, self._layer(index, layer, x, read, None if index else pairs, step, kv)
+            if layer.injection is not None and layer.record.injection is not None:
+                gate, down, weight = layer.injection
+                inner = _activated(layer.record.injection, gate(x)) * inputs[:, index]
+                x = x + _joined(layer.record.injection, down(inner), weight)
+            x = x * layer.scale
             if progress is not None:
                 progress[0] += 1
         if hidden is not None and len(self.layers) in self._kept:
@@ -124,6 +130,15 @@ class TorchPass:
         if self._pair.input_layer is not None:
             return self._pair.input_layer(rows), None
         return state if pair.normed_residual else states, rows
+
+    def _layer_inputs(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Return the inputs [T, layers, width] of the layers, empty if they have none."""
+        record, weights = self.config.layer_inputs, self._inputs
+        if record is None or weights is None:
+            return x.new_empty(0)
+        rows = weights.projection(x).unflatten(-1, (-1, record.width)) * x.shape[1] ** -0.5
+        embedded = weights.table[tokens].float().view(rows.shape) * (record.width / 2) ** 0.5
+        return _normed(rows, record.norm) * weights.norm + embedded
 
     def _layer(
         self,
@@ -173,17 +188,21 @@ class TorchPass:
         """Return queries [heads, T, key_dim], keys and values [kv_heads, T, dim] of a layer, and
         gates [T, heads * value_dim] if it has them."""
         fused = layer.qkv(rows).view(len(rows), m.kv_heads, -1)
-        width = (m.group + 1) * m.key_dim
-        qk = fused[..., :width].unflatten(-1, (m.group + 1, m.key_dim))
+        heads = m.group + (m.kv_from is None)
+        width = heads * m.key_dim
+        qk = fused[..., :width].unflatten(-1, (heads, m.key_dim))
         if not m.norms_rotated:
             qk = _qk_normed(m, qk, layer.qk_weight)
         qk = torch.view_as_complex(qk.unflatten(-1, (-1, 2)).contiguous())
-        factors = self._rotary[m.rope].cos_sin(int(step.positions.max()) + 1)[step.positions]
+        factors = self._rotary[m.rope, m.key_dim].cos_sin(int(step.positions.max()) + 1)[
+            step.positions
+        ]
         qk = torch.view_as_real(qk * torch.view_as_complex(factors)[:, None, None]).flatten(-2)
         if m.norms_rotated:
             qk = _qk_normed(m, qk, layer.qk_weight)
-        q, k = qk[:, :, : m.group].flatten(1, 2), qk[:, :, m.group]
+        q, k = qk[:, :, : m.group].flatten(1, 2), qk[:, :, -1]
         v, gate = fused[..., width : width + m.value_dim], fused[..., width + m.value_dim :]
+        v = _normed(v, m.value_norm) * (m.value_dim**0.5 if m.value_norm else 1.0)
         return [*(each.transpose(0, 1) for each in (q, k, v)), gate.flatten(1)]
 
     def _summed(self, partial: Tensor) -> Tensor:
@@ -236,7 +255,7 @@ def _qk_normed(m: Attention, qk: Tensor, weight: Tensor | None) -> Tensor:
         return qk
     eps = m.qk_norm.eps
     if not m.norms_whole:
-        return F.rms_norm(qk, (m.key_dim,), eps=eps) * weight
+        return F.rms_norm(qk, (m.key_dim,), eps=eps) * weight[: qk.shape[2]]
     parts = qk.split([m.group, 1], dim=2)
     normed = [x * (x.square().mean((1, 2, 3), keepdim=True) + eps).rsqrt() for x in parts]
     return torch.cat(normed, 2) * weight

@@ -132,7 +132,7 @@ class ProductBuilder(LayerBuilder[Any]):
             return super()._qkv(attention, m, norm, shift)
 
         def fuse(qkv: list[Tensor]) -> Tensor:
-            return self._by_head(m, dict(zip("qkv", qkv, strict=True)))
+            return self._by_head(m, "qkv", qkv)
 
         bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         return self._quantised(parts, fuse, bias, norm)

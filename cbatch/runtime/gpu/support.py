@@ -36,6 +36,8 @@ def unsupported_on_gpu(config: ModelConfig) -> str | None:
     """Return what of a model's records a GPU does not compute; None if it computes all."""
     for layer in config.layers:
         m, f = layer.mixer, layer.feed_forward
+        if layer.injection is not None or layer.scaled:
+            return "layers with inputs or a scale of their own"
         problem = _uninterpreted(m) or (None if f is None else _uninterpreted(f))
         if problem is not None:
             return problem

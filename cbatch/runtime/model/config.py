@@ -18,6 +18,7 @@ from cbatch.runtime.model.records import (
     Attention,
     Experts,
     FeedForward,
+    LayerInputs,
     LayerRecord,
     Norm,
     PairInput,
@@ -35,6 +36,8 @@ _MAX_OF = {
     "num_hidden_layers": 1 << 12,
     "num_attention_heads": 1 << 12,
     "head_dim": 1 << 12,
+    "global_head_dim": 1 << 12,
+    "hidden_size_per_layer_input": 1 << 12,
     "hidden_size": 1 << 18,
     "intermediate_size": 1 << 18,
     "vocab_size": 1 << 20,
@@ -76,6 +79,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     input: PairInput | None = None
+    layer_inputs: LayerInputs | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     torch_dtype: str | None = None

@@ -18,12 +18,14 @@ from cbatch.runtime.model.config import (
     token_ids,
 )
 from cbatch.runtime.model.families import ExpertFields, Family, families
+from cbatch.runtime.model.layers_json import vary_layers
 from cbatch.runtime.model.quantisation import parse_quantisation
 from cbatch.runtime.model.records import (
     Activation,
     Attention,
     Experts,
     FeedForward,
+    LayerInputs,
     LayerRecord,
     Norm,
     Rope,
@@ -95,9 +97,11 @@ def parse_config(
         attention = replace(mixer, rope=rope, window=window)
         if family.joint:
             layers.append(LayerRecord(attention, None))
-        layers.append(
-            LayerRecord(recurrence or attention, feed_forward, family.parallel, family.joint)
-        )
+        mixed = recurrence or attention
+        layers.append(LayerRecord(mixed, feed_forward, family.parallel, family.joint))
+    inputs: LayerInputs | None = None
+    if family.varied and types is not None:
+        layers, inputs = vary_layers(f, layers, types, norm)
     return ModelConfig(
         family=family.name,
         vocab_size=f.integer("vocab_size"),
@@ -110,6 +114,7 @@ def parse_config(
         head_bias=family.head_bias,
         logit_scale=numbers.get("logit_scale", 1.0),
         logit_softcap=numbers.get("logit_softcap", 0.0),
+        layer_inputs=inputs,
         eos_token_ids=token_ids(f, "eos_token_id"),
         bos_token_id=next(iter(token_ids(f, "bos_token_id")), None),
         torch_dtype=_dtype(f),
@@ -321,7 +326,8 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
         problem = f"{family.name} is supported with unquantised weights only"
         raise f.error("quantization_config", problem, UnsupportedModelError)
     for field in family.unsupported:
-        if f.get(field, False) is not False:
+        # Prompts are text: that images see later tokens has no effect.
+        if f.get(field, False) not in (False, "vision"):
             problem = f"{f.get(field)!r:.40} is not supported"
             raise f.error(field, problem, UnsupportedModelError)
 
@@ -337,14 +343,20 @@ def _layer_types(f: Fields, family: Family, layers: int) -> list[str] | None:
         else:
             interval = f.integer("sliding_window_pattern", family.full_every, least=0)
             is_sliding = [not interval or bool((i + 1) % interval) for i in range(layers)]
-        return ["sliding_attention" if each else "full_attention" for each in is_sliding]
+        types = ["sliding_attention" if each else "full_attention" for each in is_sliding]
+        return _last_full(types, family)
     known = ("sliding_attention", "full_attention")
     valid = isinstance(types, list) and all(isinstance(t, str) and t in known for t in types)
     if not valid or len(types) != layers:
         problem = f"must name {layers} layers, each one of {', '.join(known)}; got {types!r:.80}"
         raise f.error("layer_types", problem)
     layer_types: list[str] = types
-    return layer_types
+    return _last_full(layer_types, family)
+
+
+def _last_full(types: list[str], family: Family) -> list[str]:
+    """Return the types with a full last layer where transformers takes it for one."""
+    return [*types[:-1], "full_attention"] if family.varied else types
 
 
 def _windows(

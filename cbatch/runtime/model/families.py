@@ -83,6 +83,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     joint: each layer has attention and, on the same input, a recurrence.
     scales: name of a matrix -> the config fields with its factors; a list of a field has a factor
         for each part of the first projection of a recurrence, or `field.i` names one of its values.
+    varied: layers differ as in Gemma 4 (see layers_json.py).
     wrappers: architectures with other parts, such as a vision tower, whose `text_config` this is.
     numbers: factors and caps of the records -> (config field, power that it is raised to).
     unsupported: fields that must be absent, null or false.
@@ -118,6 +119,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: bool = False
     joint: bool = False
     scales: dict[str, tuple[str, ...]] = {}
+    varied: bool = False
     wrappers: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.families import Family, family_named
 from cbatch.runtime.model.gguf_file import GgufTensor
-from cbatch.runtime.model.records import Experts, Recurrence
+from cbatch.runtime.model.records import Attention, Experts, Recurrence
 from cbatch.runtime.model.weight_files import Safetensors, WeightSource
 
 _EXPERTS = "mlp.experts"
@@ -41,7 +41,11 @@ class FamilyWeights(WeightSource):
         return self._files.scalar(name)
 
     def unread(self) -> set[str]:
-        return self._files.unread()
+        """As in `WeightSource`; some files have K and V of layers that read those of another."""
+        mixers = enumerate(each.mixer for each in self._config.layers)
+        shared = [i for i, m in mixers if isinstance(m, Attention) and m.kv_from is not None]
+        parts = [f"model.layers.{i}.self_attn.{kind}_" for i in shared for kind in "kv"]
+        return {name for name in self._files.unread() if not name.startswith(tuple(parts))}
 
     def blocks(self, name: str) -> GgufTensor | None:
         """As in `WeightSource`; a layer's experts [experts, outputs, inputs] are one tensor."""

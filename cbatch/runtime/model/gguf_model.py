@@ -58,7 +58,8 @@ _ONLY_SUPPORTED_VALUES = {
     "expert_weights_scale": 1.0,
     "expert_group_count": 0,
 }
-_MAY_BE_0 = "num_key_value_heads", "intermediate_size"  # in layers of a model with recurrent ones
+_MAY_DIFFER = "num_key_value_heads", "intermediate_size"  # by layer; 0 without the part
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _CONTROL = 3  # the token type of control tokens
 _MAX_NAME_CHARS = 64  # of metadata strings that are names
 
@@ -89,7 +90,9 @@ def config_of(file: Gguf) -> ModelConfig:
     config = parse_config(values, file.path, names, family)
     _check_tokens(file, config, names)
     if ROPE_FACTORS in tensors:
-        config = _with_factors(file, config)
+        config = _with_factors(file, config, only_full=family.varied)
+    elif family.varied:
+        raise file.error(f"tensor {ROPE_FACTORS}", "is missing")
     check_tensors(file, config)
     return config
 
@@ -109,8 +112,8 @@ def _values(
             keys[family.experts.shared] = "expert_shared_feed_forward_length"
     names = {field: f"{arch}.{key}" for field, key in keys.items()}
     by_layer = {"sliding_window_pattern"}
-    if family.recurrence is not None:
-        by_layer.update(_MAY_BE_0)
+    if family.varied or family.recurrence is not None:
+        by_layer.update(_MAY_DIFFER)
     values = {field: _scalar(file, key) for field, key in names.items() if field not in by_layer}
     values |= {field: value for field, value in entry.values.items() if values.get(field) is None}
     if values[family.eps] is None:
@@ -124,7 +127,8 @@ def _values(
     values |= _recurrence_values(file, names, family, values)
     if layers == entry.width_scaled_layers:
         values["query_pre_attn_scalar"] = _width_of_heads(values)
-    values |= _head_dims(file, arch, family, values) | _window_pattern(file, names)
+    values |= _window_pattern(file, names)
+    values |= (_varied if family.varied else _head_dims)(file, arch, family, values, names)
     values |= {
         "rope_parameters": None,
         "sliding_window": values["sliding_window"] or None,
@@ -151,7 +155,58 @@ def _width_of_heads(values: dict[str, Any]) -> Any:
     return hidden // heads if type(hidden) is int and type(heads) is int and heads else None
 
 
-def _head_dims(file: Gguf, arch: str, family: Family, values: dict[str, Any]) -> dict[str, Any]:
+def _varied(
+    file: Gguf, arch: str, family: Family, values: dict[str, Any], names: dict[str, str]
+) -> dict[str, Any]:
+    """Return the fields of layers that differ, as in Gemma 4."""
+    layers, shared = values["num_hidden_layers"], values["num_kv_shared_layers"] or 0
+    pattern, types = names["sliding_window_pattern"], values.get("layer_types")
+    if type(layers) is not int or not types or len(types) != layers:
+        raise file.error(pattern, f"must have a value for each of {layers!r:.40} layers")
+    if type(shared) is not int or not 0 <= shared < layers:
+        problem = f"must be a number below {layers}, got {shared!r:.40}"
+        raise file.error(names["num_kv_shared_layers"], problem)
+    widths = {}
+    for kind, suffix in ((_FULL, ""), (_SLIDING, "_swa")):
+        width = widths[kind] = _scalar(file, f"{arch}.attention.key_length{suffix}")
+        for key in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
+            if width is None or _scalar(file, f"{arch}.{key}", width) != width:
+                problem = f"{_scalar(file, f'{arch}.{key}')!r} is not supported; a key has {width}"
+                raise file.error(f"{arch}.{key}", problem)
+    numbers: dict[str, list[Any]] = {}
+    for field in _MAY_DIFFER:
+        value = file.metadata.get(names[field])
+        row = value.tolist() if isinstance(value, np.ndarray) else [value] * layers
+        if len(row) != layers or any(type(each) is not int for each in row):
+            raise file.error(names[field], f"must be {layers} integers, got {value!r:.40}")
+        numbers[field] = row
+    heads, inner = numbers.values()
+    first_shared = layers - shared
+    doubled = inner[:1] * first_shared + [2 * inner[0]] * shared
+    if inner not in (inner[:1] * layers, doubled):
+        raise file.error(names["intermediate_size"], f"{inner!r:.80} is not supported")
+    has_values = [
+        any(f"blk.{i}.{name}.weight" in file.tensors for name in ("attn_v", "attn_qkv"))
+        for i, kind in enumerate(types[:first_shared])
+        if kind == _FULL
+    ]
+    for i in range(layers):
+        names[f"per_layer_config.{i}.num_key_value_heads"] = names["num_key_value_heads"]
+    return {
+        "num_key_value_heads": heads[0],
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "attention_k_eq_v": not all(has_values),
+        "per_layer_config": {
+            i: {"head_dim": widths[kind], "num_key_value_heads": heads[i]}
+            for i, kind in enumerate(types)
+        },
+    }
+
+
+def _head_dims(
+    file: Gguf, arch: str, family: Family, values: dict[str, Any], names: dict[str, str]
+) -> dict[str, Any]:
     """Return the size of a head and the share of it that rotates. Raises ModelError for sizes that
     no family has."""
     rotated_key, value_key = f"{arch}.rope.dimension_count", f"{arch}.attention.value_length"
@@ -184,8 +239,7 @@ def _window_pattern(file: Gguf, names: dict[str, str]) -> dict[str, Any]:
     pattern = file.metadata.get(key)
     if not isinstance(pattern, np.ndarray | list):
         return {"sliding_window_pattern": pattern}
-    kinds = ("full_attention", "sliding_attention")
-    return {"layer_types": [kinds[bool(flag)] for flag in pattern]}
+    return {"layer_types": [_SLIDING if flag else _FULL for flag in pattern]}
 
 
 def _recurrence_keys(family: Family) -> dict[str, str]:
@@ -217,7 +271,7 @@ def _recurrence_values(
             raise file.error(names[r.value_dim], problem)
         fields[r.value_dim] = inner // heads
     by_layer = []
-    for field in _MAY_BE_0:
+    for field in _MAY_DIFFER:
         numbers, fields[field] = _by_layer(file, names[field], values["num_hidden_layers"])
         by_layer.append(numbers)
     fields = {field: value for field, value in fields.items() if value is not None}
@@ -325,18 +379,22 @@ def _dtype(file: Gguf) -> str:
     return {"F32": "float32", "F16": "float16"}.get(most_common, "bfloat16")
 
 
-def _with_factors(file: Gguf, config: ModelConfig) -> ModelConfig:
-    """Return the config with the file's divisors in each rope; a layer may have none."""
-    tensor, mixer = file.tensors[ROPE_FACTORS], config.attention
+def _with_factors(file: Gguf, config: ModelConfig, *, only_full: bool) -> ModelConfig:
+    """Return the config with the file's divisors in each rope, or only in those of layers without
+    a window; a layer may have none."""
+    tensor, mixers = file.tensors[ROPE_FACTORS], [each.mixer for each in config.layers]
+    takes = [isinstance(m, Attention) and not (only_full and m.window) for m in mixers]
+    mixer = next((m for m, each in zip(mixers, takes, strict=True) if each), config.attention)
+    assert isinstance(mixer, Attention)
     pairs = mixer.rope.rotated(mixer.key_dim) // 2
     fits = tensor.shape == (pairs,)
     factors = tensor.dequantised(torch.float32) if fits else torch.zeros(1)
     if not (factors > 0).all():
         raise file.error(f"tensor {ROPE_FACTORS}", f"must hold {pairs} positive numbers")
     layers = []
-    for layer in config.layers:
+    for layer, takes_them in zip(config.layers, takes, strict=True):
         m = layer.mixer
-        if isinstance(m, Attention) and m.rope.type != "none":
+        if takes_them and isinstance(m, Attention) and m.rope.type != "none":
             m = replace(m, rope=replace(m.rope, divisors=tuple(factors.tolist())))
         layers.append(replace(layer, mixer=m))
     return replace(config, layers=tuple(layers))

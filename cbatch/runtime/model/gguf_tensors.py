@@ -159,6 +159,7 @@ def _entries(
         yield "", _Entry("lm_head.weight", "output", matrix)
     if c.head_bias:
         yield "", _Entry("lm_head.bias", "output", (c.vocab_size,), "bias")
+    yield from _of_layer_inputs(c)
     family, block = family_named(c.family), 0
     for i, record in enumerate(c.layers):
         blocks = [_of_mixer, _of_feed_forward][: 2 - (record.feed_forward is None)]
@@ -168,8 +169,31 @@ def _entries(
                 fused.add("ffn_up")
             for entry in entries(record, c.hidden_size, fused, family):
                 yield f"blk.{block}.", entry._replace(name=f"model.layers.{i}.{entry.name}")
+            for entry in _unused(record.mixer, c.hidden_size):
+                if f"blk.{block}.{entry.stored}.weight" in file.tensors:
+                    yield f"blk.{block}.", entry._replace(name=f"blk.{block}.{entry.stored}")
             block += family.blocks
         block += not family.blocks and record.feed_forward is not None
+
+
+def _of_layer_inputs(c: ModelConfig) -> Iterator[tuple[str, _Entry]]:
+    if c.layer_inputs is None:
+        return
+    width, norm = c.layer_inputs.width, c.layer_inputs.norm
+    table = c.vocab_size, c.num_layers * width
+    yield "", _Entry("model.embed_tokens_per_layer.weight", "per_layer_token_embd", table)
+    matrix = c.num_layers * width, c.hidden_size
+    yield "", _Entry("model.per_layer_model_projection.weight", "per_layer_model_proj", matrix)
+    yield "", _Entry(f"model.{norm.name}.weight", "per_layer_proj_norm", (width,))
+
+
+def _unused(m: Attention | Recurrence, hidden: int) -> Iterator[_Entry]:
+    """Yield the K and V of layers that read those of another layer; files may have them."""
+    if isinstance(m, Attention) and m.kv_from is not None:
+        rows = m.kv_heads * m.key_dim
+        yield _Entry("", "attn_k", (rows, hidden))
+        yield _Entry("", "attn_v", (rows, hidden))
+        yield _Entry("", "attn_k_norm", (m.key_dim,))
 
 
 def _of_mixer(
@@ -197,6 +221,13 @@ def _of_feed_forward(
         yield from _experts(f, hidden, "ffn_gate_up_exps" in fused)
     else:
         yield from _feed_forward(f, hidden, "ffn_up" in fused)
+    if record.injection is not None:
+        width = record.injection.inner
+        yield _Entry("per_layer_input_gate.weight", "inp_gate", (width, hidden))
+        yield _Entry("per_layer_projection.weight", "proj", (hidden, width))
+        yield from _norm("post_norm", record.injection.out_norm, hidden)
+    if record.scaled:
+        yield _Entry("layer_scalar", "layer_output_scale", (1,))
 
 
 def _norm(stored: str, norm: Norm | None, size: int) -> Iterator[_Entry]:
@@ -215,13 +246,13 @@ def _matrix(name: str, stored: str, shape: _Shape, bias: bool) -> Iterator[_Entr
 def _attention(m: Attention, hidden: int, fused: bool) -> Iterator[_Entry]:
     heads = {"k": m.kv_heads * m.key_dim, "v": m.kv_heads * m.value_dim}
     heads = {"q": m.heads * m.key_dim * (1 + m.gate)} | heads
-    for letter, rows in heads.items():
-        stored = "attn_qkv" if fused else f"attn_{letter}"
-        yield from _matrix(f"self_attn.{letter}_proj", stored, (rows, hidden), m.bias)
+    for letter in dict.fromkeys(m.projections):
+        stored, shape = "attn_qkv" if fused else f"attn_{letter}", (heads[letter], hidden)
+        yield from _matrix(f"self_attn.{letter}_proj", stored, shape, m.bias)
     width = m.heads * m.value_dim
     yield from _matrix("self_attn.o_proj", "attn_output", (hidden, width), m.out_bias)
     if m.qk_norm is not None:
-        for letter in "qk":
+        for letter in m.projections[:2]:
             size = heads[letter] if m.norms_whole else m.key_dim
             name = f"self_attn.{letter}_{m.qk_norm.name}.weight"
             yield _Entry(name, f"attn_{letter}_norm", (size,))

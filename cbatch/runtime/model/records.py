@@ -20,7 +20,7 @@ class Rope(msgspec.Struct, frozen=True):
     `attention_factor` multiplies cos and sin (yarn, longrope); it is 1.0 elsewhere. `divisors`, one
     for each pair of dimensions, divide the frequencies. The first `share` of a head's dimensions
     rotate. With `interleaved`, the dimensions of a pair are adjacent; otherwise dimension i pairs
-    with i + rotated / 2.
+    with i + rotated / 2. Type `proportional` pairs all dimensions, and rotates a `share` of pairs.
     """
 
     type: str = "default"
@@ -38,8 +38,8 @@ class Rope(msgspec.Struct, frozen=True):
     interleaved: bool = False
 
     def rotated(self, head_dim: int) -> int:
-        """Return the number of a head's dimensions that rotate."""
-        return int(head_dim * self.share)
+        """Return the number of a head's dimensions that rotate, by angles of 0 too."""
+        return head_dim if self.type == "proportional" else int(head_dim * self.share)
 
 
 class Norm(msgspec.Struct, frozen=True):
@@ -74,7 +74,9 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
     `qk_norm` norms each head, or with `norms_whole` all query heads of a token together, and all
     its key heads; with `norms_rotated` after the rotation. With `sinks`, each head has one more
     score in its softmax. With `gate`, each head's output is multiplied by the sigmoid of a gate,
-    which follows its query in `q_proj`.
+    which follows its query in `q_proj`. `value_norm` norms each value head, and has no weight. With
+    `keys_are_values`, values are the keys as they are before their norm and rotation. With
+    `kv_from`, a layer reads the K and V of that earlier layer, and has none of its own.
     """
 
     heads: int
@@ -92,6 +94,9 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
     norms_rotated: bool = False
     sinks: bool = False
     gate: bool = False
+    value_norm: Norm | None = None
+    keys_are_values: bool = False
+    kv_from: int | None = None
 
     @property
     def group(self) -> int:
@@ -99,9 +104,14 @@ class Attention(Branch, frozen=True, kw_only=True, tag=True):
         return self.heads // self.kv_heads
 
     @property
+    def projections(self) -> str:
+        """Return the letters of the projections that make queries, K and V."""
+        return "q" if self.kv_from is not None else "qkk" if self.keys_are_values else "qkv"
+
+    @property
     def kv_values(self) -> int:
-        """Return the numbers in the K and V of one token."""
-        return self.kv_heads * (self.key_dim + self.value_dim)
+        """Return the numbers in the layer's own K and V of one token."""
+        return 0 if self.kv_from is not None else self.kv_heads * (self.key_dim + self.value_dim)
 
     @property
     def row_width(self) -> int:
@@ -217,12 +227,25 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
 class LayerRecord(msgspec.Struct, frozen=True):
     """A layer. With `parallel`, both branches read its input. `feed_forward` is None without
     one, and where only other code computes it. With `joint`, the mixer reads the input of the
-    layer before, which has no feed-forward."""
+    layer before, which has no feed-forward. `injection` is a third branch, down(act(gate(x)) *
+    input), with the token's input of this layer (see `LayerInputs`). With `scaled`, a weight
+    multiplies the layer's output."""
 
     mixer: Attention | Recurrence
     feed_forward: FeedForward | Experts | None
     parallel: bool = False
     joint: bool = False
+    injection: FeedForward | None = None
+    scaled: bool = False
+
+
+class LayerInputs(msgspec.Struct, frozen=True):
+    """Inputs of a token to each layer, `width` numbers: the sum of its row in a second embedding,
+    times sqrt(width), and of its embedding's projection, normed; times sqrt(1/2). The projection is
+    divided by sqrt(hidden) before its norm."""
+
+    width: int
+    norm: Norm
 
 
 class PairInput(msgspec.Struct, frozen=True):

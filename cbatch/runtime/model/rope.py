@@ -43,6 +43,9 @@ def has_angles(config: ModelConfig) -> bool:
 def _scaled_frequencies(rope: Rope, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base = rope.theta**exponents
+    if rope.type == "proportional":
+        rotates = torch.arange(head_dim // 2) < int(rope.share * head_dim // 2)
+        return torch.where(rotates, 1.0 / base, 0.0) / rope.factor
     if rope.type == "longrope":
         return 1.0 / (torch.tensor(rope.divisors) * base)
     frequencies = 1.0 / base

@@ -10,7 +10,7 @@ from cbatch.runtime.model.config import Fields, UnsupportedModelError
 from cbatch.runtime.model.families import Family
 from cbatch.runtime.model.records import Rope
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 def parse_ropes(
@@ -68,7 +68,8 @@ def _rope(f: Fields, family: Family, head_dim: int) -> Rope:
         problem = f"{kind!r:.40} is not supported; supported: {', '.join(_ROPE_TYPES)}"
         raise r.error("rope_type", problem, UnsupportedModelError)
     share = r.number("partial_rotary_factor", f.number("partial_rotary_factor", 1.0), 1.0)
-    if share != 1.0 and "partial_rotary_factor" not in family.defaults:
+    is_proportional = kind == "proportional"
+    if share != 1.0 and "partial_rotary_factor" not in family.defaults and not is_proportional:
         raise r.error("partial_rotary_factor", "only 1.0 is supported", UnsupportedModelError)
     theta = r.number("rope_theta", f.number("rope_theta", Rope().theta))
     plain = Rope(theta=theta, share=share, interleaved=family.interleaved)
@@ -87,8 +88,8 @@ def _rope(f: Fields, family: Family, head_dim: int) -> Rope:
     source = f if r.get(field) is None or field in family.defaults else r
     original = source.integer(field, context_tokens)
     default_factor = context_tokens / original if kind in ("yarn", "longrope") else None
-    factor = r.number("factor", default_factor)
-    if kind == "linear":
+    factor = r.number("factor", 1.0 if is_proportional else default_factor)
+    if is_proportional or kind == "linear":
         return replace(plain, type=kind, factor=factor)
     if kind == "longrope":
         return _longrope(r, plain, original, factor, plain.rotated(head_dim) // 2)

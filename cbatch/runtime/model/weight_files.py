@@ -20,8 +20,10 @@ _SINGLE = "model.safetensors"
 # Tensors that a model does not need: derived tensors, scales of activations and KV, and the heads
 # and towers that are left out.
 _NEEDLESS = re.compile(
-    r"rotary_emb\.inv_freq$|\.weight_shape$|\.(input|output|[kqv])_scale$|^mtp\.|^(model\.)?visual\."
+    r"rotary_emb\.inv_freq$|\.weight_shape$|\.(input|output|[kqv])_scale$|^mtp\."
+    r"|^(model\.)?(visual|(vision|audio)_tower|embed_(vision|audio))\."
 )
+_VISION = re.compile(r"(model\.)?(visual|vision_tower)\.")
 _NESTED = "model.language_model."  # the prefix of the layers in a model with other parts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -70,7 +72,7 @@ class Safetensors(WeightSource):
             self._names = dict.fromkeys(self._open(file).keys(), file)
         self._nested = any(name.startswith(_NESTED) for name in self._names)
         self._names = {name.replace(_NESTED, "model.", 1): at for name, at in self._names.items()}
-        self.has_vision = any(re.match(r"(model\.)?visual\.", name) for name in self._names)
+        self.has_vision = any(re.match(_VISION, name) for name in self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

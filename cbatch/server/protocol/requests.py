@@ -32,6 +32,7 @@ from cbatch.text.forced_tools import ToolChoice, Tools, forced_call
 from cbatch.text.messages import ROLES, conversation, template_variables
 from cbatch.text.reply_reader import ReplyFormat
 from cbatch.text.tool_parsers import call_format, mark_ids
+from cbatch.text.written_calls import text_parameters
 
 # This many characters, or token ids, are allowed even if the model's context is shorter.
 MIN_TEXT_LIMIT = 2**18
@@ -120,10 +121,11 @@ def parse_chat(body: bytes, model: ServedModel, **call: Any) -> ApiRequest:
     separate = fields.separate_reasoning and model.thoughts is not None
     thoughts = model.thoughts or (calls and calls.thoughts)
     names = frozenset(tool.function.name for tool in tools)
-    reply = ReplyFormat(calls, thoughts, forced, separate, parallel, names)
+    texts = text_parameters(tools)
+    reply = ReplyFormat(calls, thoughts, forced, separate, parallel, names, texts)
     params, grammar_field = structured(sampling, fields, forced)
     constrain, output = model.constrain, params.structured_outputs
-    if calls is not None and output is not None and output.around is None:
+    if calls is not None and calls.shapes and output is not None and output.around is None:
         constrain = partial(model.constrain, calls=FreeCalls(calls, tools, parallel))
         params = constrain(params, ())  # checks the tools; the prompt's end is not known yet
     elif calls is not None:  # unforced calls follow no grammar
