@@ -37,6 +37,7 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.model_files import chat_template_of
 from cbatch.system.terminal import shown
 from cbatch.text.chat_format import ChatFormat
+from cbatch.text.gguf_tokenizer import GEMMA_TURNS
 from cbatch.text.outputs import Choice
 from cbatch.text.reply_reader import Done, Part, ReplyFormat, ReplyReader, Thought, read_reply
 from cbatch.text.tool_parsers import mark_ids
@@ -93,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
             problem = "has nothing to show, since nothing drafts"
             raise FieldError("show_drafts", problem, "give --draft MODEL or --drafter ngram")
     notes.print("\n".join(info.lines()), style="dim")
-    defaults = {"max_tokens": info.max_model_len, **info.sampling_defaults}
+    if template.text == GEMMA_TURNS:
+        notes.print("no chat template: a base model, made to continue texts", style="dim")
+    defaults = {"max_tokens": info.max_model_len, **(info.sampling_defaults or _SAMPLING)}
     session = ChatSession(
         engine,
         ChatFormat(
@@ -161,6 +164,8 @@ SAMPLING_FIELDS = {
     if name not in ("n", "logprobs", "logprobs_mode", "prompt_logprobs")
 }
 _BY_ALIAS = {alias: each for each in SAMPLING_FIELDS.values() for alias in each.names}
+# Without advice in a model's files: at temperature 1 small models wander into other languages.
+_SAMPLING = {"temperature": 0.7, "top_p": 0.9}
 _ACCEPTED, _THOUGHT = "#4dbbaa", "dim"  # styles; the first is the live page's colour
 _NOTES = {
     FinishReason.CANCELLED: "stopped",

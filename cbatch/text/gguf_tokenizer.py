@@ -30,7 +30,7 @@ _MAX_TOKEN_CHARS = 1 << 12
 _MAX_ADDED_CHARS = 1 << 18
 
 # The template of files of Gemma's base models, which have the tokens of turns but no template.
-_GEMMA_TURNS = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{
+GEMMA_TURNS = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{
 'model' if message.role == 'assistant' else 'user' }}
 {{ message.content | trim }}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
@@ -144,7 +144,7 @@ def gguf_tokenizer_config(metadata: Mapping[str, Any], source: str) -> dict[str,
         if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
     }
     if not templates and all(f"<{mark}_of_turn>" in keys.vocab for mark in ("start", "end")):
-        templates["default"] = _GEMMA_TURNS
+        templates["default"] = GEMMA_TURNS
     return {**special_tokens, "chat_template": templates}
 
 

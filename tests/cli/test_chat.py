@@ -82,7 +82,7 @@ def test_each_line_of_a_pipe_is_a_turn_of_one_conversation(chat: Chat) -> None:
 def test_sampling_is_set_by_flags_and_in_the_conversation(chat: Chat) -> None:
     run = chat("/set max_tokens 3", "/set temperature 0", "def f(", "/set")
     assert run.out == expected(user("def f("), max_tokens=3, temperature=0) + "\n"
-    assert "max_tokens 3\n" in run.err and "temperature 0.0\n" in run.err
+    assert all(f"{each}\n" in run.err for each in ("max_tokens 3", "temperature 0.0", "top_p 0.9"))
     by_flag = chat("def f(", options=("--max-tokens", "3", "--temperature", "0", "--seed", "3"))
     assert by_flag.out == run.out
     stopped = chat("/set --stop " + run.out[1], "/set top-k 5", "/set seed null", "/set")

@@ -266,7 +266,7 @@ def test_factors_of_long_contexts(tmp_path: Path) -> None:
 def test_logits_are_those_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLAMA_CPP_PYTHON names an interpreter with llama-cpp-python 0.3.36. It has a table of GELU
     in fp16, and so has our torch pass here; a rounding may still fall the other way."""
-    exact = torch_pass._ACTIVATIONS["gelu_tanh"]
+    exact = torch_pass.ACTIVATIONS["gelu_tanh"]
     gelu = {"gelu_tanh": lambda x: exact(x.half().float()).half().float()}
     rows = sequences((40, 11))
     for i, row in enumerate(rows):
@@ -282,7 +282,7 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.Monke
         with monkeypatch.context() as patched:
             if kind in GELU:
                 patched.setattr(layers, "compiles", lambda dtype: False)
-                patched.setattr(torch_pass, "_ACTIVATIONS", torch_pass._ACTIVATIONS | gelu)
+                patched.setattr(torch_pass, "ACTIVATIONS", torch_pass.ACTIVATIONS | gelu)
             computed = torch.cat([logits(tmp_path / f"{name}.gguf", row) for row in rows])
         distance = ((computed - expected).abs().max() / expected.std()).item()
         if distance > (1e-3 if kind in GELU else 1e-4 if "qwen3_" in kind else 1e-5):

@@ -31,7 +31,7 @@ from cbatch.runtime.model.rope import RotaryTable
 from cbatch.runtime.rank_group import RankGroup
 
 _SIGMOID_EPS = 1e-6  # added to a sum of sigmoids
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu_squared": lambda x: F.relu(x).square(),
@@ -275,7 +275,7 @@ def _activated(f: FeedForward | Experts, gate_up: Tensor, xielu: Tensor | None =
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=f.limit), up.clamp(-f.limit, f.limit)
         return gate * torch.sigmoid(f.alpha * gate) * (up + 1)
-    act = _ACTIVATIONS[f.activation] if xielu is None else partial(_xielu, factors=xielu)
+    act = ACTIVATIONS[f.activation] if xielu is None else partial(_xielu, factors=xielu)
     if isinstance(f, FeedForward) and not f.gated:
         return act(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
