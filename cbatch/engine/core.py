@@ -60,6 +60,8 @@ class EngineMetrics(msgspec.Struct, frozen=True, array_like=True):
     totals: SchedulerStats
     policy: PolicyStats | None  # None: the policy is not `adaptive`
     compiling: tuple[str, ...] = ()  # names of kernels that some requests wait for
+    state_pages: int | None = None  # of recurrent layers
+    used_state_pages: int | None = None
 
     @property
     def kv_usage(self) -> float:
@@ -173,6 +175,7 @@ class EngineCore:
 
     def metrics(self) -> EngineMetrics:
         scheduler, pool = self.scheduler, self.scheduler.state.pool
+        pages = pool.pages
         return EngineMetrics(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -187,6 +190,8 @@ class EngineCore:
             totals=scheduler.stats,
             policy=scheduler.state.policy.stats,
             compiling=self.background_kernels.pending,
+            state_pages=None if pages is None else pages.size,
+            used_state_pages=None if pages is None else pages.size - pages.num_available,
         )
 
     def _admit_waiting(self) -> None:

@@ -243,7 +243,7 @@ class LayerBuilder(Generic[P]):
         padding = 0, padded(channels) - channels
         of_heads, norm_weight = {}, None
         if m.key_dim:
-            of_heads["decay"] = -self._get(f"{name}.A_log", m.heads).float().exp()
+            of_heads["decay"] = self.source.decay(name, m.heads).to(self.device)
             of_heads["step_bias"] = self._get(f"{name}.dt_bias", m.heads).float()
         if m.rule == "scan":
             of_heads["skip"] = self._get(f"{name}.D", m.heads).float()

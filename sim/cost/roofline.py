@@ -98,6 +98,8 @@ class ModelRates:
         # Matrices: arithmetic for a token, and reading what all tokens use, or all experts.
         speed = config.gpu.speed_8bit if shape.has_8bit_products else 1.0
         self.token_s = 2.0 * shape.token_weights * flop_s / speed
+        # A recurrent layer reads its state by a key and a query, and adds a product to it.
+        self.token_s += 6.0 * shape.recurrent_layers * shape.state_values * flop_s
         weight_s = shape.weight_bits / 8 / parts * byte_s
         self.weights_s = shape.common_weights * weight_s
         self._experts_s = shape.num_experts * shape.expert_weights * weight_s
@@ -111,7 +113,7 @@ class ModelRates:
         width = shape.num_attention_heads * shape.head_size
         self.attention_s = shape.attention_layers * config.attention_s
         self.pair_s = 4.0 * shape.attention_layers * width * peak_s / config.attention_efficiency
-        self.state_s = shape.state_page_bytes / parts * byte_s  # read for each decoding row
+        self.state_s = shape.state_page_bytes / parts * byte_s  # read for each row
         self.context_token_s = config.kv_token_bytes(shape) * byte_s
         # Small kernels and all-reduces: for a token, and their shortest times.
         kernels = 6 if shape.has_qk_norms else 4  # two norms, activation, write to KV
@@ -157,11 +159,12 @@ class Roofline:
         tokens = work.target_tokens, work.logit_tokens
         if tokens != self._tokens:
             self._tokens, self._matrices_s = tokens, target.matrices_s(*tokens)
+        prompts = work.rows - work.decode_rows  # these write states, too
         seconds = config.step_s + self._matrices_s
+        seconds += target.state_s * (work.decode_rows + 2 * prompts)
         if work.decode_rows:
             pairs_s = target.pair_s * work.decode_pairs
             read_s = target.context_token_s * (work.context_tokens - work.prefill_context_tokens)
-            seconds += target.state_s * work.decode_rows
             seconds += target.attention_s + (pairs_s if pairs_s > read_s else read_s)
         if work.prefill_tokens:  # a kernel of its own, after the decoding rows' kernel
             pairs = work.prefill_pairs + config.query_keys * work.prefill_tokens

@@ -85,6 +85,12 @@ def test_a_second_turn_computes_its_new_tokens(
         conversation += answer.token_ids
         computed = len(conversation) - 1  # the last token is not in KV
         conversation += [5 + turn, 6, 7]
+    metrics = [each.engine.core.metrics() for each in (llm, make(models, "llama"))]
+    pages = llm.engine.scheduler.config.num_state_pages
+    assert [(each.state_pages, each.used_state_pages) for each in metrics] == [
+        (pages, 0),
+        (None, None),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "arcee": [{"mlp_bias": True, "attention_bias": True}],
     "ernie4_5": [{"use_bias": True}],
     "exaone4": [{}, {"sliding_window": None, "layer_types": ["full_attention"] * 4}],
+    "falcon_h1": [{}, {"mamba_rms_norm": True}],
     "flex_olmo": [{"norm_topk_prob": True}],
     "gemma2": [CAPS],
     "gemma3_text": [{"layer_types": BOTH, "final_logit_softcapping": 5.0}],
@@ -128,7 +129,7 @@ KINDS = [family.name for family in families().values()]
 CASES = [(kind, i) for kind in KINDS for i in range(len(CHANGES.get(kind, [{}])))]
 QUICK_ON_GPU = {"exaone4", "gemma2", "gpt_oss", "granite", "olmo2", "phi", "qwen2_moe"}
 NOT_ON_GPU = {"apertus", "hunyuan_v1_dense", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"}
-NOT_ON_GPU |= {"qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
+NOT_ON_GPU |= {"falcon_h1", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"}
 
 
 def cells() -> list[Any]:

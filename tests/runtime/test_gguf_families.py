@@ -21,16 +21,17 @@ from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
 from cbatch.runtime.kv_cache import KVCache
 from cbatch.runtime.model.checkpoint import open_checkpoint
-from cbatch.runtime.model.config import ModelError
+from cbatch.runtime.model.config import ModelConfig, ModelError
 from cbatch.runtime.model.gguf_architectures import architectures
 from cbatch.runtime.model.gguf_file import TYPES, BlockType, Gguf, GgufTensor, read_gguf
 from cbatch.runtime.model.gguf_model import config_of
+from cbatch.runtime.model.records import Attention, Experts, Recurrence
 from tests.gguf_converter import architecture_of, converted
 from tests.gguf_files import Q8_0, gguf_bytes
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.marks import needs_compiler
 from tests.runtime.mutations import EXTREMES, REALS, TEXTS
-from tests.runtime.test_every_family import CHANGES, LONG, make
+from tests.runtime.test_every_family import CHANGES, CONVOLVED, GRANITE, LONG, make
 from tests.runtime.test_transformers_backend import sequences
 
 pytest.importorskip("transformers", minversion="5.0", reason="the extra `models`")
@@ -72,7 +73,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("granitemoe", CHANGES["granitemoe"][0]),
     ("olmoe", {}),
     ("gpt_oss", {"rope_parameters": CHANGES["gpt_oss"][0]["rope_parameters"]}),
+    ("lfm2", {"layer_types": CONVOLVED}),
+    ("lfm2_moe", {"layer_types": CONVOLVED}),
+    ("granitemoehybrid", GRANITE | {"position_embedding_type": "rope"}),
+    ("granitemoehybrid", CHANGES["granitemoehybrid"][1] | {"intermediate_size": 96}),
+    ("nemotron_h", {"mlp_bias": True}),
+    ("qwen3_next", {"norm_topk_prob": True}),
+    ("qwen3_5_text", {}),
+    ("qwen3_5_text", {"linear_num_key_heads": 4}),
+    ("qwen3_5_moe_text", {}),
+    ("falcon_h1", {}),
+    ("falcon_h1", {"mamba_rms_norm": True}),
 ]
+SQUARE = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 # Changes for llama.cpp. It ignores windows of Llama, Phi 3 and small EXAONE 4, some biases, and
 # `truncate = false` of yarn. Its shortest context has the long factors of a tiny Phi 3. OLMoE must
 # have as many KV heads as heads.
@@ -85,6 +98,9 @@ FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": False},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "olmoe": {"num_key_value_heads": 4},
+    "qwen3_next": SQUARE,
+    "qwen3_5_text": SQUARE,
+    "qwen3_5_moe_text": SQUARE,
 }
 GELU = ("gemma", "gemma2", "gemma3_text", "phi", "starcoder2")  # llama.cpp: a table in fp16
 ARRAYS = [], ["a", "b"], np.array([]), np.array([1, 2]), np.array([True, False] * 2), np.ones(4)
@@ -105,24 +121,43 @@ def made(case: int) -> tuple[Path, Path]:
 
 def logits(path: Path, *rows: np.ndarray, **options: Any) -> torch.Tensor:
     model, tokens = load_model(path, **options), rows or sequences((40, 11))
-    kv = KVCache(model.config, 30, 4, model.dtype, "cpu")
+    kv = KVCache(model.config, 30, 4, model.dtype, "cpu", num_pages=30, num_slots=2)
     return run_all(model, kv, paged(kv, tokens), [1, 5, 7], firsts=[9, 4][: len(tokens)])
 
 
 @needs_compiler
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
 def test_a_file_computes_what_its_directory_does(case: int) -> None:
-    """The bits are the same: in fp32 a converter rounds nothing that our pass does not round."""
+    """The bits are the same: in fp32 a converter rounds nothing that our pass does not round.
+    Products of heads in another order are other sums, and multipliers are rounded elsewhere."""
     folder, path = made(case)
     one, other = open_checkpoint(path).config, open_checkpoint(folder).config
     for field in ("family", "windows", "max_position_tokens", "tie_embeddings"):
         assert getattr(one, field) == getattr(other, field)
-    assert torch.equal(logits(path), logits(folder))
+    tiled = any(isinstance(m, Recurrence) and m.tiled for m in mixers(one))
+    assert tiled == architectures()[architecture_of(folder)].changes.get("tiled", False)
+    of_file, of_folder = logits(path), logits(folder)
+    if (tiled and "linear_num_key_heads" not in CASES[case][1]) or one.family == "falcon_h1":
+        assert (of_file - of_folder).abs().max() < 1e-4 * of_folder.std()
+    else:
+        assert torch.equal(of_file, of_folder)
+
+
+def forwards(config: ModelConfig) -> list[Any]:
+    return [layer.feed_forward for layer in config.layers]
+
+
+def mixers(config: ModelConfig) -> list[Attention | Recurrence]:
+    return [layer.mixer for layer in config.layers]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "kind", ["phi3", "glm4", "gemma3_text", "olmoe", "granitemoe", "qwen2_moe"]
+    "kind",
+    [
+        *("phi3", "glm4", "gemma3_text", "olmoe", "granitemoe", "qwen2_moe"),
+        *("lfm2", "granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5_text"),
+    ],
 )
 def test_quantised_matrices(kind: str) -> None:
     """Products take parts of fused matrices and experts as stored. Shared experts are widened."""
@@ -130,19 +165,39 @@ def test_quantised_matrices(kind: str) -> None:
     path = folder / "quantised.gguf"
     path.write_bytes(gguf_bytes(*converted(folder, Q8_0)))
     model = load_model(path)
+    products = [layer.qkv.compiled for layer in model.layers]
+    assert all(each is not None and each.block_types == ("Q8_0",) for each in products)
     assert probe_batch_invariance(model).batch_invariant
     experts = model.layers[0].experts
     if experts is not None:
-        assert (experts.products[0].block_types == ("Q8_0",)) == (kind != "qwen2_moe")
+        shared = any(isinstance(f, Experts) and f.shared for f in forwards(model.config))
+        assert (experts.products[0].block_types == ("Q8_0",)) == (not shared)
     widened = logits(path, dtype="float32")
-    far = (logits(path) - widened).norm() / widened.norm()
-    assert 1e-5 < far < 0.06
+    far = (logits(path) - widened).norm(dim=1) / widened.norm(dim=1)
+    assert 1e-5 < far.median() < 0.08  # rounding changes a choice of experts now and then
 
 
 def test_the_table_knows_every_architecture_and_no_other() -> None:
     known = set(gguf.MODEL_ARCH_NAMES.values())
     assert {architecture_of(made(case)[0]) for case in range(len(CASES))} == set(architectures())
     assert set(architectures()) <= known
+
+
+@needs_compiler
+def test_layers_that_draft_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """A file with multi-token prediction: `nextn` layers after the last."""
+    _, good = made(CASES.index(("qwen3_5_text", {})))
+    metadata, tensors = converted(good.parent)
+    last = [name for name in tensors if name.startswith("blk.3.")]
+    drafting = {name.replace("blk.3.", "blk.4."): tensors[name] for name in last}
+    drafting["blk.4.nextn.eh_proj.weight"] = tensors["token_embd.weight"]
+    metadata |= {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    path = good.parent / "drafting.gguf"
+    path.write_bytes(gguf_bytes(metadata, tensors | drafting))
+    assert torch.equal(logits(path), logits(good))
+    assert [each.getMessage() for each in caplog.records if each.name == "cbatch"] == [
+        f"{path}: its layers for multi-token prediction are left out"
+    ]
 
 
 def refusal(file: Gguf) -> str | None:
@@ -215,6 +270,6 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path) -> None:
         expected = torch.from_numpy(np.load(tmp_path / f"{name}.gguf.npy"))
         computed = torch.cat([logits(tmp_path / f"{name}.gguf", row) for row in rows])
         distance = ((computed - expected).abs().max() / expected.std()).item()
-        if distance > (3e-3 if kind in GELU else 1e-5):
+        if distance > (3e-3 if kind in GELU else 1e-4 if "qwen3_" in kind else 1e-5):
             far[name] = distance
     assert not far

@@ -211,7 +211,7 @@ def test_metadata_that_cannot_be_served_are_named(
     [
         ("blk.1.ffn_up.weight", None, "is missing"),
         ("token_embd.weight", None, "is missing"),
-        ("blk.1.attn_q.bias", stored(torch.ones(64)), "is not a tensor of a llama model"),
+        ("blk.1.attn_k_norm.weight", stored(torch.ones(64)), "is not a tensor of a llama model"),
         ("blk.1.ffn_up.weight", stored(torch.ones(64, 96)), r"has shape \[64, 96\]"),
         (
             "blk.1.ffn_norm.weight",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import os
 import re
 import signal
@@ -72,12 +73,12 @@ def test_the_page_loads_only_its_own_files() -> None:
 
 
 def test_the_page_reads_the_engine_s_metrics_at_their_places() -> None:
-    """Metrics come as an array, in the order of the fields."""
+    """Metrics come as an array, in the order of the fields; the page reads the first of them."""
     page = (FOLDER / "page.js").read_text("utf-8")
     (pattern,) = re.findall(r"const \[([^\]]*)\] =\s*frame\.view\.stats", page)
     names = [re.sub(r"[A-Z]", lambda m: f"_{m[0].lower()}", n.strip()) for n in pattern.split(",")]
-    pairs = zip(names, EngineMetrics.__struct_fields__, strict=True)
-    assert all(name in field for name, field in pairs)
+    fields = EngineMetrics.__struct_fields__
+    assert len(names) > 10 and all(map(operator.contains, fields[: len(names)], names))
 
 
 def test_the_page_needs_no_key_and_its_stream_does() -> None:

@@ -166,6 +166,7 @@ def test_the_page_is_valid_for_prometheus() -> None:
         assert sum(at) == counts.accepted_tokens and at == sorted(at, reverse=True)
         names = {each.name for each in samples(client)}
         assert "cbatch:lookahead_on" not in names, "only the adaptive policy has a price"
+        assert "cbatch:state_pages" not in names, "only recurrent layers have states"
 
 
 def test_every_series_has_its_replicas_label(demo_client: Client) -> None:

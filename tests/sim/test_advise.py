@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ from sim.report.timeline import TimelineStep
 from sim.workload.sources import OpenLoop
 from sim.workload.traces.request import TraceRequest
 from tests.helpers import World, make_request
+from tests.test_llm import write_model
 
 TARGET, DRAFT = demo_paths()
 OPTIONS = EngineOptions(
@@ -151,6 +153,7 @@ def requests_for(sampling: str, count: int = 14) -> list[tuple[TraceRequest, Req
 
 def executor_for(core: EngineCore, config: SchedulerConfig) -> TorchExecutor:
     sizes = {name: getattr(config, name) for name in ("num_blocks", "block_size", "max_num_seqs")}
+    sizes["num_state_pages"] = config.num_state_pages
     names, drafter = config.default_chain, None
     if names and config.lookahead.policy != "off":
         drafter = chain_drafter(config, core.executor.drafter.model if "model" in names else None)
@@ -217,6 +220,28 @@ def test_fates_of_a_rerun_are_those_recorded(
     wrong = [row._replace(accepted=(row.accepted + 1) % (row.drafted + 1)) for row in rows]
     checked, differing = recording._replace(drafts=wrong).compare(name, fates, K)
     assert differing == checked
+
+
+def test_a_model_with_recurrent_layers_is_rerun(tmp_path: Path) -> None:
+    """By rejection sampling the target's logits are needed: its states are computed again."""
+    paths = [write_model(tmp_path / str(kind), hybrid=kind) for kind in ("qwen3_5_text", None)]
+    options = replace(OPTIONS, random_weights_seed=0)
+    core, _, _ = load_core(*map(str, paths), options, handles_text=False)
+    chosen = random.Random(0)
+    requests = []
+    for number, (traced, request) in enumerate(requests_for("rejection", 6)):
+        prompt = tuple(chosen.randrange(1, 60) for _ in range(20 + 7 * number))
+        traced = replace(traced, prompt_tokens=len(prompt))
+        requests.append((traced, replace(request, prompt=prompt)))
+    config = replace(config_for(core, "fixed:4", "model"), num_state_pages=24, state_interval=2)
+    with StepRecorder(tmp_path / "log", models=MODELS) as log:
+        run(core, config, requests, log)
+    recording = read_run(tmp_path / "log")
+    fates = fates_of(recording, "model", core).fates
+    checked, differing = recording.compare("model", fates, K)
+    assert {row.accepted for row in recording.drafts} > {0}
+    assert differing == 0 and checked > 20
+    core.resources.close()
 
 
 def world_of(recording: Recording, core: EngineCore) -> RecordedWorld:

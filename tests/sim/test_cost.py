@@ -450,11 +450,29 @@ def test_recurrent_layers_have_state_pages_in_place_of_kv(tmp_path: Path) -> Non
     assert hybrid.attention_layers == 1 and hybrid.kv_token_bytes == 2 * 2 * 4 * 16
     # A decoding row reads its states; the pool has fewer blocks.
     byte_s = 1 / (GPU.memory_bytes_per_s * IDEAL["memory_efficiency"])
-    assert Roofline(config(shape=hybrid))._target.state_s == hybrid.state_page_bytes * byte_s
+    rates = Roofline(config(shape=hybrid))._target
+    assert rates.state_s == hybrid.state_page_bytes * byte_s
+    flop_s = 1 / (GPU.bf16_flops * IDEAL["compute_efficiency"])
+    operations = 2 * hybrid.token_weights + 6 * hybrid.recurrent_layers * hybrid.state_values
+    assert rates.token_s == pytest.approx(operations * flop_s)
     device = RooflineConfig(gpu=load_gpu("H100"), shape=hybrid)
     lost = pool_blocks(device) - pool_blocks(device, PoolSettings(state_pages=1000))
     pages = 1000 * hybrid.state_page_bytes / (16 * hybrid.kv_token_bytes)
     assert lost == pytest.approx(pages, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [("qwen3.5-4b", 4.1, 3.5), ("qwen3.5-9b", 8.8, 6.8), ("qwen3.6-35b-a3b", 34.6, 2.4)],
+)
+def test_shapes_of_models_with_recurrent_layers(name: str, billions: float, active: float) -> None:
+    """The number of weights is the model's, and a page of states of Qwen3.5-4B has 53 MB."""
+    shape = load_shape(name)
+    assert shape.weight_bytes / 2e9 == pytest.approx(billions, rel=0.01)
+    assert shape.token_weights / 1e9 == pytest.approx(active, rel=0.05)
+    assert shape.recurrent_layers * 4 == shape.num_hidden_layers * 3
+    if name == "qwen3.5-4b":
+        assert shape.state_page_bytes == 24 * 4 * (32 * 128 * 128 + 3 * 8192)
 
 
 def test_a_log_of_recurrent_layers_sets_the_pages() -> None:

@@ -42,7 +42,7 @@ def with_prices(
     key = models_key(paths, models, kv_cache_dtype) | {
         "version": VERSION,
         "slots": config.max_num_seqs,
-        "blocks": [config.num_blocks, config.block_size],
+        "blocks": [config.num_blocks, config.block_size, config.num_state_pages],
         "tokens": [config.max_num_batched_tokens, config.max_model_len],
         "drafter": config.default_chain,
     }

@@ -77,14 +77,16 @@ static void save_state(const pass *p, long state, long row, const float *x) {
         memcpy(p->step->hidden + (row * p->step->num_kept + state) * hidden, x, hidden * 4);
 }
 
-// Norms the residual stream for a product, and saves the stream as state `state`.
-static void normalize(pass *p, const linear *to, const norm *by, long state) {
+// Norms the residual stream for a product, and saves the stream as state `state`. With `early`,
+// pending sums are added after that.
+static void normalize(pass *p, const linear *to, const norm *by, long state, int early) {
     EACH_CLAIMED(&p->me, p->rows, r) {
         const float *x = p->residual + r * p->hidden_stride;
         float *normed = p->normed + (by->keeps_rows ? r : p->me.thread) * p->hidden_stride;
-        add_pending_sums(p, r);
+        if (!early) add_pending_sums(p, r);
         save_state(p, state, r, x);
         norm_row(by, x, p->model->hidden, normed);
+        if (early) add_pending_sums(p, r);
         convert_input(p, to, normed, r);
     }
     p->sums_pending = 0;
@@ -360,7 +362,7 @@ static void project(pass *p, long index, int pairs) {
     const linear *qkv = kv_only ? &by->only_kv : &l->mixer.qkv;
     if (pairs) multiply(p, qkv, p->pairs, p->pair_stride, p->fused, p->fused_stride);
     else {
-        normalize(p, qkv, &l->mixer.joins.before, l->kept);
+        normalize(p, qkv, &l->mixer.joins.before, l->kept, l->joint);
         multiply(p, qkv, p->normed, p->hidden_stride, p->fused, p->fused_stride);
     }
     if (l->state.rule) recur(p, index);
@@ -377,7 +379,7 @@ static void finish(pass *p) {
         if (!p->num_logit_rows) return;
         select_logit_rows(p);
     }
-    normalize(p, &m->head, &m->head_norm, m->pairs ? m->kept : -1);
+    normalize(p, &m->head, &m->head_norm, m->pairs ? m->kept : -1, 0);
     multiply(p, &m->head, p->normed, p->hidden_stride, p->logits, m->choices);
     if (!m->logit_cap) return;
     const long pieces = (m->choices + SOFTCAP_LOGITS - 1) / SOFTCAP_LOGITS;
@@ -399,7 +401,7 @@ static int first_half(pass *p, long i) {
     project(p, i, pairs);
     if (i == last && !p->num_logit_rows && !saves_all_states(p)) return 0;
     if (l->parallel) {
-        normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1);
+        normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1, 0);
         run_forward(p, &l->forward);
     }
     if (!l->state.rule) attend_all(p, i);
@@ -413,7 +415,7 @@ static int first_half(pass *p, long i) {
 // Runs the rest of the layer, up to its down projection.
 static void second_half(pass *p, const layer *l) {
     if (l->parallel || !l->forward.gate_up.num_parts) return;
-    normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1);
+    normalize(p, &l->forward.gate_up, &l->forward.joins.before, -1, 0);
     run_forward(p, &l->forward);
 }
 

@@ -225,7 +225,8 @@ static void recur_head(const pass *p, long index, const stretch *of, long head) 
     const layer_states *m = memory_of(p, index);
     const long size = p->step->block_size, ring = p->step->ring, dim = l->key_dim;
     const long width = padded(l->value_dim), keys = l->key_heads * dim, state_floats = dim * width;
-    const long key_head = head / (l->heads / l->key_heads) * dim, delta = l->rule == DELTA;
+    const long group = l->heads / l->key_heads, delta = l->rule == DELTA;
+    const long key_head = (l->tiled ? head % l->key_heads : head / group) * dim;
     const long key_at = (delta ? keys : l->heads * l->value_dim) + key_head;
     const long stride = rounded(size, LANES);
     float columns[dim * 2 * AT_ONCE], read[2 * AT_ONCE * width], block_keys[dim * stride];

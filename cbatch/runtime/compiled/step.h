@@ -51,7 +51,7 @@ INLINE long head_width(const attention *m, long queries) {
 enum rule { ATTENTION, CONVOLUTION, DELTA, SCAN };
 typedef struct {
     const float *conv, *conv_bias, *decay, *step_bias, *skip, *norm;
-    long rule, kernel, channels, heads, key_heads, key_dim, value_dim, groups;
+    long rule, kernel, channels, heads, key_heads, key_dim, value_dim, groups, tiled;
     float norm_eps, min_step, max_step;
 } recurrence;
 
@@ -73,12 +73,13 @@ typedef struct {
 
 // A recurrent layer has only branch, first product and `out` of `mixer`.
 // With `parallel`, both branches have the same input. The layer's input is kept as state number
-// `kept`, unless that is negative.
+// `kept`, unless that is negative. With `joint`, its mixer reads the input of the layer before, whose
+// output waits.
 typedef struct {
     attention mixer;
     recurrence state;
     feed_forward forward;
-    long parallel, kept;
+    long parallel, kept, joint;
 } layer;
 
 // The input of a draft head: rows [token | state] of embeddings and hidden states. `input_layer`,

@@ -128,14 +128,19 @@ class CpuLayerBuilder(LayerBuilder[Linear]):
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> Linear:
         blocks = self._blocks([f"{attention}.{letter}_proj.weight" for letter in "qkv"])
-        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES or m.gate:
+        if blocks is None or m.key_dim % MAX_LANES or m.value_dim % MAX_LANES:
             return super()._qkv(attention, m, norm, shift)
         bias = self._heads(attention, m, "qkv", "bias") if m.bias else None
         pitch, at = m.row_width // m.kv_heads, 0
         runs = {"q": m.group * m.key_dim, "k": m.key_dim, "v": m.value_dim}
+        if m.gate:  # a gate follows each query
+            of_heads = blocks[0].rows.reshape(m.heads, 2, m.key_dim, -1)
+            halves = (of_heads[:, half].reshape(m.heads * m.key_dim, -1) for half in (0, 1))
+            queries, gates = (blocks[0]._replace(rows=rows) for rows in halves)
+            blocks, runs = [queries, *blocks[1:], gates], runs | {"g": m.group * m.value_dim}
         parts = []
-        for letter, part in zip("qkv", blocks, strict=True):
-            if letter != "v":
+        for letter, part in zip(runs, blocks, strict=True):
+            if letter in "qk":
                 rows = interleave_halves(torch.from_numpy(part.rows), m.rope, m.key_dim).numpy()
                 part = part._replace(rows=rows)
             parts.append((part, OutputRuns(runs[letter], pitch, at)))

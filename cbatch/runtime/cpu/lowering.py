@@ -11,6 +11,7 @@ The last two depend on the processor, through the form of the rows that a produc
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,10 @@ def norm_before(norm: Norm | None, linear: Linear) -> Any:
 def lower_layers(layers: Sequence[Layer[Linear]], max_tokens: int) -> Any:
     """Return an array of the layers' structs, without `cos_sin`. A window of `max_tokens`, the
     context length, has no effect."""
-    return (struct("layer") * len(layers))(*(_layer(layer, max_tokens) for layer in layers))
+    structs = (struct("layer") * len(layers))(*(_layer(layer, max_tokens) for layer in layers))
+    for before, at in itertools.pairwise(structs):
+        before.mixer.joins.adds_later |= at.joint
+    return structs
 
 
 def _branch(branch: Branch, before: Any, after: Tensor | None) -> Any:
@@ -89,7 +93,7 @@ def _layer(layer: Layer[Linear], max_tokens: int) -> Any:
     else:
         mixer, state = _attention(layer, m, max_tokens, shared), struct("recurrence")()
     forward = struct("feed_forward")() if f is None else _feed_forward(layer, f)
-    return struct("layer")(mixer, state, forward, parallel, -1)
+    return struct("layer")(mixer, state, forward, parallel, -1, layer.record.joint)
 
 
 def _feed_forward(layer: Layer[Linear], f: FeedForward | Experts) -> Any:
@@ -142,6 +146,7 @@ def _recurrence(m: Recurrence, weights: RecurrenceWeights | None) -> Any:
         channels=m.channels,
         heads=m.heads,
         key_heads=m.key_heads,
+        tiled=m.tiled,
         key_dim=m.key_dim,
         value_dim=m.value_dim,
         groups=m.groups,

@@ -86,10 +86,12 @@ class TorchPass:
         if kv.state is not None:
             self._sequences = plan_states(query_lens, context_lens, kv, state_tables, state_slots)
         x, pairs = self._input(tokens, states)
+        before = x
         for index, layer in enumerate(self.layers):
             if hidden is not None and index in self._kept:
                 hidden[:, self._kept.index(index)] = x
-            x = self._layer(index, layer, x, pairs if index == 0 else None, step, kv)
+            read = before if layer.record.joint else x
+            before, x = x, self._layer(index, layer, x, read, None if index else pairs, step, kv)
             if progress is not None:
                 progress[0] += 1
         if hidden is not None and len(self.layers) in self._kept:
@@ -128,12 +130,13 @@ class TorchPass:
         index: int,
         layer: Layer[Linear],
         x: Tensor,
+        read: Tensor,
         pairs: Tensor | None,
         step: TorchStep,
         kv: KVCache,
     ) -> Tensor:
         mixer, feed_forward = layer.record.mixer, layer.record.feed_forward
-        rows = _normed(x, mixer.norm) if pairs is None else pairs
+        rows = _normed(read, mixer.norm) if pairs is None else pairs
         if isinstance(mixer, Recurrence):
             mixed = self._recurred(index, layer, mixer, rows, kv)
         else:

@@ -150,7 +150,7 @@ def _recurrence(
     delta rule u = factor (v - S^T k), otherwise u = factor v."""
     size, width = sequence.block_size, m.value_dim
     q, k, v, factors, decays = parts
-    q, k = (x.repeat_interleave(m.heads // m.key_heads, dim=1) for x in (q, k))
+    own_keys, (q, k) = k, (_by_head(m, x, dim=1) for x in (q, k))
     state = k.new_zeros(m.heads, m.key_dim, width)
     if sequence.boundary:
         state = memory.states[sequence.pages[sequence.boundary], ..., :width].clone()
@@ -158,7 +158,7 @@ def _recurrence(
     own_decays, outputs, total = memory.decays[sequence.slot], [], k.new_zeros(m.heads)
     for place in sequence.places(sequence.boundary * size, sequence.first):
         key = keys[place, : m.key_heads * m.key_dim].unflatten(0, (m.key_heads, -1))
-        key = key.repeat_interleave(m.heads // m.key_heads, dim=0)
+        key = _by_head(m, key, dim=0)
         state = state * (own_decays[:, place] - total).exp()[:, None, None]
         state = state + key[:, :, None] * values[:, place, None]
         total = own_decays[:, place].clone()
@@ -173,10 +173,18 @@ def _recurrence(
         value = value * factors[row, :, None]
         state = state + k[row, :, :, None] * value[:, None]
         outputs.append(torch.einsum("hkv,hk->hv", state, q[row]))
-        own = k[row, :: m.heads // m.key_heads].flatten()
+        own = own_keys[row].flatten()
         keys[place, : len(own)] = own
         values[:, place], own_decays[:, place] = value, total
         if (position + 1) % size == 0:
             page = sequence.page_of((position + 1) // size)
             memory.states[page, ..., :width] = state
     return torch.stack(outputs)
+
+
+def _by_head(m: Recurrence, of_keys: Tensor, dim: int) -> Tensor:
+    """Return what each value head reads of its key head along a dimension."""
+    group = m.heads // m.key_heads
+    if m.tiled:
+        return torch.cat([of_keys] * group, dim)
+    return of_keys.repeat_interleave(group, dim)

@@ -34,8 +34,8 @@ def unsupported_on_gpu(config: ModelConfig) -> str | None:
         problem = _uninterpreted(m)
         if problem is None:
             problem = "a layer without a feed-forward" if f is None else _uninterpreted(f)
-        if problem is not None:
-            return problem
+        if problem is not None or layer.joint:
+            return problem or "two mixers of one input"
         assert isinstance(m, Attention) and f is not None
         if m.key_dim != m.value_dim:
             return "values narrower than keys"

@@ -58,6 +58,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     """A decoder: token embeddings times `embedding_scale`, its layers, and the LM head. Logits are
     multiplied by `logit_scale` and become cap * tanh(logit / cap) with the cap `logit_softcap`; 0
     means no cap. `max_position_tokens` is the context length. With `input`, it is a draft head.
+    `scales` are factors of matrices of the checkpoint by name.
 
     The properties describe the first layer, or the first with attention; use them where all layers
     have its shape.
@@ -79,6 +80,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     bos_token_id: int | None = None
     torch_dtype: str | None = None
     quantisation: Quantisation | None = None
+    scales: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     @property
     def plain(self) -> bool:

@@ -36,6 +36,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu_squared", "xielu
 _ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _DEFAULT_NORM_EPS = 1e-6
 _MAX_NORM_EPS = 1.0
+_SCAN_PARTS = 5  # of the first projection: gate, values, keys, queries, steps
 # Context limits in tokens: one of a prompt and one generated; positions fit 32-bit integers.
 _MIN_CONTEXT, _MAX_CONTEXT = 2, 1 << 30
 
@@ -89,12 +90,14 @@ def parse_config(
     for index in f.get("without_forward", []):
         feed_forwards[index] = None
     rows = zip(ropes, windows, feed_forwards, recurrences, strict=True)
-    layers = (
-        LayerRecord(
-            recurrence or replace(mixer, rope=rope, window=window), feed_forward, family.parallel
+    layers: list[LayerRecord] = []
+    for rope, window, feed_forward, recurrence in rows:
+        attention = replace(mixer, rope=rope, window=window)
+        if family.joint:
+            layers.append(LayerRecord(attention, None))
+        layers.append(
+            LayerRecord(recurrence or attention, feed_forward, family.parallel, family.joint)
         )
-        for rope, window, feed_forward, recurrence in rows
-    )
     return ModelConfig(
         family=family.name,
         vocab_size=f.integer("vocab_size"),
@@ -111,7 +114,24 @@ def parse_config(
         bos_token_id=next(iter(token_ids(f, "bos_token_id")), None),
         torch_dtype=_dtype(f),
         quantisation=parse_quantisation(f.get("quantization_config"), f.error),
+        scales=tuple((name, _factors(f, fields)) for name, fields in family.scales.items()),
     )
+
+
+def _factors(f: Fields, fields: Sequence[str]) -> tuple[float, ...]:
+    """Return the product of some fields, by parts if one is a list."""
+    factors = [1.0]
+    for name in fields:
+        field, _, index = name.partition(".")
+        given = f.get(field)
+        if given is not None:
+            values = given if isinstance(given, list) else [given]
+            if isinstance(given, list) and len(given) != (2 if index else _SCAN_PARTS):
+                raise f.error(field, f"{given!r:.60} has another length than the family's")
+            parts = Fields(f.path, {str(i): each for i, each in enumerate(values)}, f"{field}.")
+            numbers = [parts.number(index or str(i)) for i in range(1 if index else len(values))]
+            factors = [a * b for a in factors for b in numbers]
+    return tuple(factors)
 
 
 def _text_values(f: Fields) -> Mapping[str, Any]:
@@ -295,7 +315,8 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
     if family.stacked == "inputs" or method == "mxfp4":
         needs_plain_weights = family.stacked != "inputs" or method != "mxfp4"
     else:
-        needs_plain_weights = bool(family.stacked or family.fused or family.norm.get("has_bias"))
+        needs_plain_weights = bool(family.stacked or family.fused or family.scales)
+        needs_plain_weights |= bool(family.norm.get("has_bias"))
     if needs_plain_weights and given is not None:
         problem = f"{family.name} is supported with unquantised weights only"
         raise f.error("quantization_config", problem, UnsupportedModelError)

@@ -35,7 +35,8 @@ class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The config fields of a family's recurrent layers, by the fields of `Recurrence`.
 
     `types` names the field with each layer's type, `kinds` the types that are recurrent. Without
-    that field, every `full_every`th layer has attention.
+    that field, every `full_every`th layer has attention. `normed` names the field that decides
+    whether the output is normed; "": it is.
     """
 
     rule: Literal["convolution", "delta", "scan"]
@@ -49,6 +50,7 @@ class RecurrenceFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_heads: str = ""
     key_dim: str = ""
     min_step: str = ""
+    normed: str = ""
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,8 +77,12 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: attention and feed-forward read the same normed input.
     gated, sinks, gate, head_bias: fields of the records.
     grouped: the projections of a delta rule are two tensors, by key head.
+    tiled: a field of `Recurrence`.
     blocks: a layer of the checkpoint is a mixer or a feed-forward.
     without: fields of the entry that `like` names that do not apply.
+    joint: each layer has attention and, on the same input, a recurrence.
+    scales: name of a matrix -> the config fields with its factors; a list of a field has a factor
+        for each part of the first projection of a recurrence, or `field.i` names one of its values.
     wrappers: architectures with other parts, such as a vision tower, whose `text_config` this is.
     numbers: factors and caps of the records -> (config field, power that it is raised to).
     unsupported: fields that must be absent, null or false.
@@ -108,7 +114,10 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recurrence: RecurrenceFields | None = None
     unsupported: tuple[str, ...] = ()
     grouped: bool = False
+    tiled: bool = False
     blocks: bool = False
+    joint: bool = False
+    scales: dict[str, tuple[str, ...]] = {}
     wrappers: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 

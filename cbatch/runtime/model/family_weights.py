@@ -66,7 +66,19 @@ class FamilyWeights(WeightSource):
                 stored = self._stored_name(f"{parent}.{fused}")
                 matrix = self._files.get(f"{stored}.{kind}", fused_shape)
                 return dict(zip(rows, matrix.split(list(rows.values())), strict=True))[last]
-        return self._files.get(f"{self._stored_name(module)}.{kind}", shape)
+        tensor = self._files.get(f"{self._stored_name(module)}.{kind}", shape)
+        factors = dict(self._config.scales).get(last, (1.0,))
+        return tensor if set(factors) == {1.0} else self._scaled(tensor, factors)
+
+    def _scaled(self, weight: Tensor, factors: tuple[float, ...]) -> Tensor:
+        """Return the weight times a factor, or times one for each part of a scan's projection."""
+        by, m = torch.tensor(factors), self._recurrence
+        if len(factors) > 1 and m is not None:
+            keys = m.key_heads * m.key_dim
+            by = by.repeat_interleave(torch.tensor([m.inner, m.inner, keys, keys, m.heads]))[
+                :, None
+            ]
+        return (weight.float() * by).to(weight.dtype)
 
     def _grouped(self, parent: str, part: str, columns: int) -> Tensor:
         """Return a projection of a delta rule from tensors with the rows of a key head adjacent:
@@ -86,6 +98,8 @@ class FamilyWeights(WeightSource):
         return torch.cat([each.flatten(0, 1) for each in chosen])
 
     def _stored_name(self, module: str) -> str:
+        if self._family.joint:  # two of our layers
+            module = re.sub(r"(?<=layers\.)\d+", lambda number: str(int(number[0]) // 2), module)
         layer = re.match(r"model\.layers\.(\d+)\.(mlp|post_)?", module)
         if self._family.blocks and layer:  # the name begins with the number of a block
             block = self._first_blocks[int(layer[1])] + bool(layer[2])

@@ -23,6 +23,7 @@ class GgufArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: fields of config.json -> GGUF keys without the prefix; added to those of all files.
     values: fields of config.json that have these values without their key.
     required: keys without the prefix -> the only value that is supported.
+    ignored: keys whose value does not matter.
     names: tensors with other names than in Llama's files.
     fused_gate: `ffn_up` holds the rows of the gate, too.
     width_scaled_layers: with this number of layers, attention is scaled as if heads were as wide as
@@ -36,6 +37,7 @@ class GgufArchitecture(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: dict[str, str] = {}
     values: dict[str, Any] = {}
     required: dict[str, Any] = {}
+    ignored: tuple[str, ...] = ()
     names: dict[str, str] = {}
     fused_gate: bool = False
     width_scaled_layers: int = 0

@@ -58,6 +58,7 @@ _ONLY_SUPPORTED_VALUES = {
     "expert_weights_scale": 1.0,
     "expert_group_count": 0,
 }
+_MAY_BE_0 = "num_key_value_heads", "intermediate_size"  # in layers of a model with recurrent ones
 _CONTROL = 3  # the token type of control tokens
 _MAX_NAME_CHARS = 64  # of metadata strings that are names
 
@@ -70,6 +71,8 @@ def config_of(file: Gguf) -> ModelConfig:
         raise file.error("general.architecture", problem)
     entry = architectures()[arch]
     for key, allowed in (_ONLY_SUPPORTED_VALUES | entry.required).items():
+        if key in entry.ignored:
+            continue
         value = _scalar(file, f"{arch}.{key}", allowed)
         if value != allowed and key not in entry.keys.values():
             raise file.error(f"{arch}.{key}", f"{value!r} is not supported; supported: {allowed!r}")
@@ -78,9 +81,9 @@ def config_of(file: Gguf) -> ModelConfig:
     family = entry.family_of(
         windowed=bool(_scalar(file, f"{arch}.attention.sliding_window")),
         experts=bool(_scalar(file, f"{arch}.expert_count")),
-        qkv_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & tensors.keys()),
-        out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_up.bias" in tensors,
+        qkv_bias=_has(file, "attn_q.bias") or _has(file, "attn_qkv.bias"),
+        out_bias=_has(file, "attn_output.bias"),
+        mlp_bias=_has(file, "ffn_up.bias"),
     )
     values, names = _values(file, arch, entry, family)
     config = parse_config(values, file.path, names, family)
@@ -95,7 +98,7 @@ def _values(
     file: Gguf, arch: str, entry: GgufArchitecture, family: Family
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields of config.json, and the key that each of them comes from."""
-    keys = _KEYS | entry.keys
+    keys = _KEYS | _recurrence_keys(family) | entry.keys
     kind = "layer_norm_epsilon" if family.norm.get("centred") else "layer_norm_rms_epsilon"
     keys[family.eps] = f"attention.{kind}"
     if family.experts is not None:
@@ -105,14 +108,20 @@ def _values(
         if family.experts.shared:
             keys[family.experts.shared] = "expert_shared_feed_forward_length"
     names = {field: f"{arch}.{key}" for field, key in keys.items()}
-    flags = {"sliding_window_pattern"}  # may differ by layer
-    values = {field: _scalar(file, key) for field, key in names.items() if field not in flags}
+    by_layer = {"sliding_window_pattern"}
+    if family.recurrence is not None:
+        by_layer.update(_MAY_BE_0)
+    values = {field: _scalar(file, key) for field, key in names.items() if field not in by_layer}
     values |= {field: value for field, value in entry.values.items() if values.get(field) is None}
     if values[family.eps] is None:
         raise file.error(names[family.eps], "is missing")
     layers = values["num_hidden_layers"]
     if isinstance(layers, int) and layers > len(file.tensors):
         raise file.error(names["num_hidden_layers"], f"{layers} for {len(file.tensors)} tensors")
+    drafting = _scalar(file, f"{arch}.nextn_predict_layers", 0)
+    if type(layers) is int and type(drafting) is int and 0 < drafting < layers:
+        layers = values["num_hidden_layers"] = layers - drafting
+    values |= _recurrence_values(file, names, family, values)
     if layers == entry.width_scaled_layers:
         values["query_pre_attn_scalar"] = _width_of_heads(values)
     values |= _head_dims(file, arch, family, values) | _window_pattern(file, names)
@@ -120,6 +129,7 @@ def _values(
         "rope_parameters": None,
         "sliding_window": values["sliding_window"] or None,
         "num_experts": values["num_experts"] or None,
+        "num_local_experts": None if family.experts is None else values["num_experts"] or 0,
         "rope_scaling": _rope_scaling(file, arch, values),
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -153,7 +163,8 @@ def _head_dims(file: Gguf, arch: str, family: Family, values: dict[str, Any]) ->
         fields["partial_rotary_factor"] = _share(rotated, width) if numbers else None
     else:
         width = width or rotated
-        keys.append(rotated_key)
+        if values.get("position_embedding_type", True):
+            keys.append(rotated_key)
     for key in keys:
         if _scalar(file, key, width) != width and width is not None:
             problem = f"{_scalar(file, key)!r} is not supported; a key has {width!r}"
@@ -177,6 +188,62 @@ def _window_pattern(file: Gguf, names: dict[str, str]) -> dict[str, Any]:
     return {"layer_types": [kinds[bool(flag)] for flag in pattern]}
 
 
+def _recurrence_keys(family: Family) -> dict[str, str]:
+    r = family.recurrence
+    if r is None or not r.heads:
+        return {}
+    sizes = {r.heads: "time_step_rank", r.value_dim: "inner_size", r.key_heads: "group_count"}
+    sizes |= {r.key_dim: "state_size", r.kernel: "conv_kernel"}
+    return {field: f"ssm.{key}" for field, key in sizes.items()}
+
+
+def _recurrence_values(
+    file: Gguf, names: dict[str, str], family: Family, values: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of recurrent layers. Unless an interval says which layers these are, they
+    are those without KV heads; a block without them may also be a feed-forward."""
+    r = family.recurrence
+    if r is None:
+        return {}
+    fields: dict[str, Any] = {r.conv_bias: _has(file, "ssm_conv1d.bias")} if r.conv_bias else {}
+    if r.normed:
+        fields[r.normed] = _has(file, "ssm_norm.weight")
+    if family.experts is not None and family.experts.correction:
+        fields[family.experts.correction] = _has(file, "exp_probs_b.bias")
+    if r.heads:
+        heads, inner = values[r.heads], values[r.value_dim]
+        if type(heads) is not int or type(inner) is not int or heads < 1 or inner % heads:
+            problem = f"{inner!r} is not a multiple of the number of heads, {heads!r}"
+            raise file.error(names[r.value_dim], problem)
+        fields[r.value_dim] = inner // heads
+    by_layer = []
+    for field in _MAY_BE_0:
+        numbers, fields[field] = _by_layer(file, names[field], values["num_hidden_layers"])
+        by_layer.append(numbers)
+    fields = {field: value for field, value in fields.items() if value is not None}
+    if family.blocks:
+        kinds = zip(*by_layer, strict=True)
+        blocks = ["attention" if kv else "mlp" if inner else "mamba" for kv, inner in kinds]
+        return fields | {"layers_block_type": blocks}
+    if "full_attention_interval" not in names and not family.joint:
+        fields[r.types] = ["full_attention" if kv else r.kinds[0] for kv in by_layer[0]]
+    return fields
+
+
+def _by_layer(file: Gguf, key: str, layers: Any) -> tuple[list[Any], Any]:
+    """Return the numbers of all layers, and the one number that is not 0."""
+    given = file.metadata.get(key)
+    if isinstance(given, np.ndarray) and len(given) == layers:
+        return given.tolist(), _scalar(file, key, values=given[given != 0])
+    value = _scalar(file, key)
+    return [value] * layers if type(layers) is int else [], value
+
+
+def _has(file: Gguf, name: str) -> bool:
+    """Return whether a layer has a tensor of this name."""
+    return any(each.startswith("blk.") and each.endswith(f".{name}") for each in file.tensors)
+
+
 def _check_tokens(file: Gguf, config: ModelConfig, names: dict[str, str]) -> None:
     for name, ids in (("bos", [config.bos_token_id]), ("eos", config.eos_token_ids)):
         for token in ids:
@@ -189,9 +256,10 @@ def _check_tokens(file: Gguf, config: ModelConfig, names: dict[str, str]) -> Non
         raise file.error("tokenizer.ggml.tokens", problem)
 
 
-def _scalar(file: Gguf, key: str, default: Any = None) -> Any:
-    """Return the value of a key for all layers. An array of equal values counts as that value."""
-    value = file.metadata.get(key, default)
+def _scalar(file: Gguf, key: str, default: Any = None, values: Any = None) -> Any:
+    """Return the value of a key for all layers. An array of equal values counts as that value.
+    `values` are those that count."""
+    value = file.metadata.get(key, default) if values is None else values
     if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
         return value[0].item()
     if isinstance(value, np.ndarray | list):

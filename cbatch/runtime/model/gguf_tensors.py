@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,9 +13,17 @@ import torch
 from torch import Tensor
 
 from cbatch.runtime.model.config import ModelConfig
+from cbatch.runtime.model.families import Family, family_named
 from cbatch.runtime.model.gguf_architectures import GgufArchitecture, architectures
 from cbatch.runtime.model.gguf_file import Gguf, GgufTensor
-from cbatch.runtime.model.records import Attention, Experts, FeedForward, LayerRecord, Norm
+from cbatch.runtime.model.records import (
+    Attention,
+    Experts,
+    FeedForward,
+    LayerRecord,
+    Norm,
+    Recurrence,
+)
 from cbatch.runtime.model.weight_files import WeightSource
 
 EMBEDDING, ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
@@ -53,11 +62,16 @@ class GgufWeights(WeightSource):
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         parts = [self._rows(part) for part in self._parts[name]]
         tensors = [part.dequantised(self._dtype) for part in parts]
-        tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+        rows_at = 0 if name.endswith(".weight") else 1  # experts come first
+        tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=rows_at)
         if tensor.numel() != torch.Size(shape).numel():
             problem = f"has shape {list(tensor.shape)}, not {list(shape)}"
             raise self._file.error(f"tensor {parts[0].name}", problem)
         return tensor.view(shape)
+
+    def decay(self, module: str, heads: int) -> Tensor:
+        (part,) = self._parts[f"{module}.A_log"]
+        return self._rows(part).dequantised(torch.float32).view(heads)
 
     def blocks(self, name: str) -> GgufTensor | None:
         """As in `WeightSource`; a layer's experts [experts, outputs, inputs] are one tensor."""
@@ -66,10 +80,10 @@ class GgufWeights(WeightSource):
             return None
         if len(parts) == 1:
             return parts[0]
-        rows = np.concatenate([part.rows for part in parts], axis=1)
-        experts, _, columns = parts[0].shape
-        outputs = sum(part.shape[1] for part in parts)
-        return parts[0]._replace(shape=(experts, outputs, columns), raw=rows.reshape(-1))
+        *experts, _, columns = parts[0].shape
+        rows = np.concatenate([part.raw.reshape(*experts, -1) for part in parts], axis=-1)
+        outputs = sum(part.shape[-2] for part in parts)
+        return parts[0]._replace(shape=(*experts, outputs, columns), raw=rows.reshape(-1))
 
     def _rows(self, part: _Part) -> GgufTensor:
         tensor = self._file.tensors[part.tensor]
@@ -96,9 +110,17 @@ def check_tensors(file: Gguf, config: ModelConfig) -> None:
     factors = {ROPE_FACTORS} | (
         {SHORT_FACTORS, LONG_FACTORS} if SHORT_FACTORS in file.tensors else set()
     )
-    for name in file.tensors.keys() - shapes.keys() - factors:
+    for name in file.tensors.keys() - shapes.keys() - factors - drafting_tensors(file, config):
         problem = f"is not a tensor of a {config.family} model; not supported"
         raise file.error(f"tensor {name}", problem)
+
+
+def drafting_tensors(file: Gguf, config: ModelConfig) -> set[str]:
+    """Return the names of tensors of layers after the last, which draft tokens."""
+    if not file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers"):
+        return set()
+    names = ((re.match(r"blk\.(\d+)\.", name), name) for name in file.tensors)
+    return {name for match, name in names if match and int(match[1]) >= config.num_layers}
 
 
 def _trimmed(shape: _Shape) -> _Shape:
@@ -114,8 +136,12 @@ def _layout(file: Gguf, config: ModelConfig) -> tuple[dict[str, list[_Part]], di
     shapes: dict[str, _Shape] = {}
     for layer, entry in _entries(file, architecture, config):
         stored = architecture.names.get(entry.stored, entry.stored)
-        tensor = f"{layer}{stored}.{entry.kind}"
+        tensor = f"{layer}{stored}"
+        if entry.kind and tensor not in file.tensors:  # a norm of Falcon-H1 has no ending
+            tensor += f".{entry.kind}"
         first_row, *_ = shapes.get(tensor, (0,))
+        if first_row and stored == "attn_norm":  # of two mixers
+            first_row = 0
         parts[entry.name].append(_Part(tensor, first_row, entry.shape))
         shapes[tensor] = first_row + entry.shape[0], *entry.shape[1:]
     return parts, shapes
@@ -133,23 +159,40 @@ def _entries(
         yield "", _Entry("lm_head.weight", "output", matrix)
     if c.head_bias:
         yield "", _Entry("lm_head.bias", "output", (c.vocab_size,), "bias")
+    family, block = family_named(c.family), 0
     for i, record in enumerate(c.layers):
-        fused = {name for name in _FUSED if f"blk.{i}.{name}.weight" in file.tensors}
-        if architecture.fused_gate:
-            fused.add("ffn_up")
-        for entry in _of_layer(record, c.hidden_size, fused):
-            yield f"blk.{i}.", entry._replace(name=f"model.layers.{i}.{entry.name}")
+        blocks = [_of_mixer, _of_feed_forward][: 2 - (record.feed_forward is None)]
+        for entries in blocks:
+            fused = {name for name in _FUSED if f"blk.{block}.{name}.weight" in file.tensors}
+            if architecture.fused_gate:
+                fused.add("ffn_up")
+            for entry in entries(record, c.hidden_size, fused, family):
+                yield f"blk.{block}.", entry._replace(name=f"model.layers.{i}.{entry.name}")
+            block += family.blocks
+        block += not family.blocks and record.feed_forward is not None
 
 
-def _of_layer(record: LayerRecord, hidden: int, fused: set[str]) -> Iterator[_Entry]:
-    m, f = record.mixer, record.feed_forward
-    assert isinstance(m, Attention) and f is not None
+def _of_mixer(
+    record: LayerRecord, hidden: int, fused: set[str], family: Family
+) -> Iterator[_Entry]:
+    m = record.mixer
     yield from _norm("attn_norm", m.norm, hidden)
     yield from _norm("post_attention_norm", m.out_norm, hidden)
+    if isinstance(m, Recurrence):
+        for entry in _recurrence(m, hidden, grouped=family.grouped):
+            yield entry._replace(name=f"linear_attn.{entry.name}")
+    else:
+        yield from _attention(m, hidden, "attn_qkv" in fused)
+
+
+def _of_feed_forward(
+    record: LayerRecord, hidden: int, fused: set[str], family: Family
+) -> Iterator[_Entry]:
+    f = record.feed_forward
+    assert f is not None
     if not record.parallel:
         yield from _norm("ffn_norm", f.norm, hidden)
     yield from _norm("post_ffw_norm", f.out_norm, hidden)
-    yield from _attention(m, hidden, "attn_qkv" in fused)
     if isinstance(f, Experts):
         yield from _experts(f, hidden, "ffn_gate_up_exps" in fused)
     else:
@@ -170,7 +213,8 @@ def _matrix(name: str, stored: str, shape: _Shape, bias: bool) -> Iterator[_Entr
 
 
 def _attention(m: Attention, hidden: int, fused: bool) -> Iterator[_Entry]:
-    heads = {"q": m.heads * m.key_dim, "k": m.kv_heads * m.key_dim, "v": m.kv_heads * m.value_dim}
+    heads = {"k": m.kv_heads * m.key_dim, "v": m.kv_heads * m.value_dim}
+    heads = {"q": m.heads * m.key_dim * (1 + m.gate)} | heads
     for letter, rows in heads.items():
         stored = "attn_qkv" if fused else f"attn_{letter}"
         yield from _matrix(f"self_attn.{letter}_proj", stored, (rows, hidden), m.bias)
@@ -183,6 +227,31 @@ def _attention(m: Attention, hidden: int, fused: bool) -> Iterator[_Entry]:
             yield _Entry(name, f"attn_{letter}_norm", (size,))
     if m.sinks:
         yield _Entry("self_attn.sinks", "attn_sinks", (m.heads,))
+
+
+def _recurrence(m: Recurrence, hidden: int, *, grouped: bool) -> Iterator[_Entry]:
+    scan = m.rule == "scan"
+    if m.rule == "delta":
+        yield _Entry("in_proj_qkv.weight", "attn_qkv", (m.channels, hidden))
+        yield _Entry("in_proj_z.weight", "attn_gate", (m.inner, hidden))
+        rows = m.heads // m.key_heads if grouped else m.heads
+        for _ in range(m.heads // rows):  # factors and rates of the value heads of a key head
+            yield _Entry("in_proj_b.weight", "ssm_ba" if grouped else "ssm_beta", (rows, hidden))
+            yield _Entry("in_proj_a.weight", "ssm_ba" if grouped else "ssm_alpha", (rows, hidden))
+    else:
+        yield from _matrix("in_proj", "ssm_in", (m.row_width, hidden), m.bias)
+    yield from _matrix("out_proj", "ssm_out", (hidden, m.inner), m.out_bias)
+    yield _Entry("conv1d.weight", "ssm_conv1d", (m.channels, m.kernel))
+    if m.conv_bias:
+        yield _Entry("conv1d.bias", "ssm_conv1d", (m.channels,), "bias")
+    if m.key_dim:
+        yield _Entry("A_log", "ssm_a", (m.heads, 1) if scan else (m.heads,), "")
+        yield _Entry("dt_bias", "ssm_dt", (m.heads,), "bias")
+    if scan:
+        yield _Entry("D", "ssm_d", (m.heads, 1), "")
+    if m.norm_eps:
+        shape = (m.groups, m.inner // m.groups) if scan else (m.value_dim,)
+        yield _Entry("norm.weight", "ssm_norm", shape)
 
 
 def _feed_forward(f: FeedForward, hidden: int, fused: bool) -> Iterator[_Entry]:
@@ -202,9 +271,12 @@ def _experts(f: Experts, hidden: int, fused: bool) -> Iterator[_Entry]:
         yield _Entry(f"mlp.experts.{name}", stored, (f.count, rows, columns))
         if f.bias:
             yield _Entry(f"mlp.experts.{name}_bias", stored, (f.count, rows), "bias")
+    if f.corrected:
+        yield _Entry("mlp.expert_bias", "exp_probs_b", (f.count,), "bias")
     if f.shared:
-        inner = f.shared * f.inner
+        inner = f.shared_inner
         for part in ("gate", "up", "down"):
             shape = (hidden, inner) if part == "down" else (inner, hidden)
             yield _Entry(f"mlp.shared_expert.{part}_proj.weight", f"ffn_{part}_shexp", shape)
-        yield _Entry("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp", (1, hidden))
+        if f.shared_gate:
+            yield _Entry("mlp.shared_expert_gate.weight", "ffn_gate_inp_shexp", (1, hidden))

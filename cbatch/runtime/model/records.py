@@ -116,9 +116,9 @@ class Recurrence(Branch, frozen=True, kw_only=True, tag=True):
 
     `convolution` (LFM2): gates before and after that, no activation. `delta`: the gated delta rule
     (arXiv:2412.06464). `scan`: Mamba-2 (arXiv:2405.21060), whose keys are B, queries C and values
-    dt x, with `min_step` <= dt <= `max_step`. A value head reads key head h / (heads / key_heads).
-    The output is gated by SiLU and normed: by `delta` each head first, by `scan` each of `groups`
-    parts after the gate.
+    dt x, with `min_step` <= dt <= `max_step`. A value head reads key head h / (heads / key_heads),
+    or with `tiled` h mod key_heads. The output is gated by SiLU and normed: by `delta` each head
+    first, by `scan` each of `groups` parts after the gate.
     """
 
     rule: Literal["convolution", "delta", "scan"]
@@ -134,6 +134,7 @@ class Recurrence(Branch, frozen=True, kw_only=True, tag=True):
     groups: int = 1
     min_step: float = 0.0
     max_step: float = float("inf")
+    tiled: bool = False
 
     window = None
     kv_values = 0
@@ -215,11 +216,13 @@ class Experts(Branch, frozen=True, kw_only=True, tag=True):
 
 class LayerRecord(msgspec.Struct, frozen=True):
     """A layer. With `parallel`, both branches read its input. `feed_forward` is None without
-    one, and where only other code computes it."""
+    one, and where only other code computes it. With `joint`, the mixer reads the input of the
+    layer before, which has no feed-forward."""
 
     mixer: Attention | Recurrence
     feed_forward: FeedForward | Experts | None
     parallel: bool = False
+    joint: bool = False
 
 
 class PairInput(msgspec.Struct, frozen=True):

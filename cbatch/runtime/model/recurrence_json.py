@@ -42,7 +42,7 @@ def parse_recurrence(f: Fields, family: Family, branch: dict[str, Any]) -> list[
     layers, fields = f.integer("num_hidden_layers"), family.recurrence
     if fields is None:
         return [None] * layers
-    recurrence = _recurrence(f, fields, branch)
+    recurrence = _recurrence(f, fields, branch | {"tiled": family.tiled})
     return [recurrence if each else None for each in _recurrent(f, family, fields, layers)]
 
 
@@ -77,9 +77,13 @@ def _recurrence(f: Fields, fields: RecurrenceFields, branch: dict[str, Any]) -> 
     min_step, max_step = _step_limits(f, fields)
     value_dim = f.get(fields.value_dim)
     if value_dim == "auto":
-        value_dim = f.integer("mamba_expand") * f.integer("hidden_size") // heads
+        inner = f.integer("mamba_expand") * f.integer("hidden_size")
+        value_dim = f.integer("mamba_d_ssm", inner) // heads
     else:
         value_dim = f.integer(fields.value_dim)
+    normed = not fields.normed or f.flag(fields.normed, False)
+    if fields.normed and normed and f.flag("mamba_norm_before_gate", True):
+        raise f.error("mamba_norm_before_gate", "only false is supported", UnsupportedModelError)
     if heads % key_heads:
         raise f.error(fields.key_heads, f"{key_heads} does not divide {heads} heads")
     return Recurrence(
@@ -90,7 +94,7 @@ def _recurrence(f: Fields, fields: RecurrenceFields, branch: dict[str, Any]) -> 
         value_dim=value_dim,
         key_heads=key_heads,
         key_dim=f.integer(fields.key_dim),
-        norm_eps=branch["norm"].eps,
+        norm_eps=branch["norm"].eps if normed else 0.0,
         groups=key_heads,
         min_step=min_step,
         max_step=max_step,

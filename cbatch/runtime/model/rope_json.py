@@ -37,7 +37,7 @@ def parse_ropes(
     rope = _rope(f, family, head_dim)
     no_rope = replace(rope, type="none", attention_factor=1.0)
     field = "position_embedding_type"
-    if field in family.defaults and f.get(field) != "rope":
+    if field in family.defaults and f.get(field) not in ("rope", True):
         return rope, [no_rope] * len(windows)
     if family.ropes == "windowed" and any(windows):
         return rope, [no_rope if window is None else rope for window in windows]

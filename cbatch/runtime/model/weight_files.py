@@ -41,6 +41,10 @@ class WeightSource(Protocol):
         """Return the value of a tensor with one element, or None if there is no such tensor."""
         return None
 
+    def decay(self, module: str, heads: int) -> Tensor:
+        """Return the decay rate of each head of a recurrent layer, below 0, in fp32."""
+        return -self.get(f"{module}.A_log", (heads,)).float().exp()
+
     def unread(self) -> set[str]:
         """Return the names of tensors that have not been read and that a model might need."""
         return set()

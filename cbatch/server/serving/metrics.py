@@ -72,6 +72,9 @@ dropped because the queue was full.
 gauge | vllm:num_requests_running | stats.num_running | Sequences in a slot.
 gauge | vllm:num_requests_waiting | stats.num_waiting | Sequences that wait for a slot.
 gauge | vllm:kv_cache_usage_perc | stats.kv_usage | Share of KV blocks in use (0 to 1).
+gauge | cbatch:state_pages | stats.state_pages | Pages for the states of recurrent layers.
+gauge | cbatch:state_pages_used | stats.used_state_pages | State pages in use, without those \
+kept for prefix hits only.
 counter | vllm:num_preemptions | stats.totals.preemptions | Preemptions.
 counter | vllm:prefix_cache_queries | stats.totals.prompt_tokens | Prompt tokens looked up in the \
 prefix cache.
