@@ -278,23 +278,22 @@ def _own_head(
     """Return the MTP head in the model's own files; None if it has none and no option names it.
     Raises `FieldError` that says what is missing."""
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
-    from cbatch.runtime.model.mtp_weights import why_no_mtp
+    from cbatch.runtime.model.mtp_weights import FC, has_mtp
 
     wanted = options.draft_method == MTP or (named and options.draft_method is None)
     default = options.drafter is None and options.random_weights_seed is None
     off = parse_lookahead(options.lookahead).policy == "off"
     if not wanted and (named or not default or off):
         return None
-    problem = "needs our own pass for its target"
+    problem = "runs on transformers' code; an MTP head needs our own pass"
     if target.impl != "transformers":
         path = resolve_directory(model, weights=True)
-        missing = why_no_mtp(path, read_config(path))
-        if missing is None:
+        if has_mtp(path, read_config(path)):
             return ModelFiles(path, "own", target.gguf, "named" if wanted else "found")
-        problem = missing
+        problem = f"has no MTP head (tensor {FC}, in GGUF files nextn.eh_proj)"
     if options.draft_method != MTP:
         return None
-    raise FieldError("drafter", f"mtp: {model}: {problem}", "give a draft, or use ngram or suffix")
+    raise FieldError("drafter", f"mtp: {model} {problem}", "give a draft, or use ngram or suffix")
 
 
 def _require_method(method: str | None, kind: str) -> None:

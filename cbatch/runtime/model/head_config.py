@@ -158,9 +158,12 @@ def mtp_head(target: ModelConfig) -> HeadConfig:
     norms, whose layer is the target's first with attention."""
     norm, layers = target.norm, [each for each in target.layers if _attends(each)]
     assert norm is not None
-    names = "pre_fc_norm_embedding", "pre_fc_norm_hidden"
-    norms = [msgspec.structs.replace(norm, name=name) for name in names]
-    layer = msgspec.structs.replace(target, layers=(layers[0],), input=PairInput(True, *norms))
+    token_norm, state_norm = (
+        msgspec.structs.replace(norm, name=f"pre_fc_norm_{each}")
+        for each in ("embedding", "hidden")
+    )
+    pair = PairInput(True, token_norm, state_norm)
+    layer = msgspec.structs.replace(target, layers=(layers[0],), input=pair)
     hidden_layers = (target.num_layers,)
     return HeadConfig("mtp", layer, hidden_layers, target.vocab_size, norm_output=True)
 

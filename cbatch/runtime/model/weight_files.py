@@ -75,10 +75,6 @@ class Safetensors(WeightSource):
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._names)
-
     def type_of(self, name: str) -> str | None:
         """Return the dtype as the file names it (F32, BF16, F8_E4M3), or None without the
         tensor."""

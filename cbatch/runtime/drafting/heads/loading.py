@@ -46,11 +46,9 @@ def load_heads(
     if own and "mtp" not in classes:
         raise FieldError("drafter", "MTP heads are not supported on a GPU", "use ngram or suffix")
     rows = getattr(target.head, "weight", None)  # the output matrix on a GPU, unless quantised
-    checkpoint = open_checkpoint(target_path) if own or rows is None else None
-    if checkpoint is not None:
+    if own or rows is None:
+        checkpoint = open_checkpoint(target_path)
         rows = checkpoint.head()
-    weights = (
-        HeadWeights.of(path) if checkpoint is None or not own else MtpWeights(path, checkpoint)
-    )
+    weights = MtpWeights(path, checkpoint) if own else HeadWeights.of(path)
     readings = [mtp_head(target.config)] if own else read_head(path, target.config)
     return [classes[each.kind](each, weights, target, rows) for each in readings]
