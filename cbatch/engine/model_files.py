@@ -287,8 +287,8 @@ def _own_head(
         return None
     problem = "runs on transformers' code; an MTP head needs our own pass"
     if target.impl != "transformers":
-        path = resolve_directory(model, weights=True)
-        if has_mtp(path, read_config(path)):
+        config = read_config(target.path)
+        if config.recurrent and has_mtp(path := resolve_directory(model, weights=True), config):
             return ModelFiles(path, "own", target.gguf, "named" if wanted else "found")
         problem = f"has no MTP head (tensor {FC}, in GGUF files nextn.eh_proj)"
     if options.draft_method != MTP:
