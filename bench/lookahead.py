@@ -145,9 +145,9 @@ class EndlessLoop:
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
-def make_prompts(workload: str, model: str | Path, tokenizer_path: str | Path) -> Prompts:
+def make_prompts(workload: str, model: str | Path, tokenizer_path: str | Path = "") -> Prompts:
     """Return the token ids of a workload's prompts; a mix alternates between two kinds."""
-    tokenizer = tokenizer_of(tokenizer_path)
+    tokenizer = tokenizer_of(tokenizer_path or model)
     if workload in CHATS:
         template, texts = chat_template_of(model), CHATS[workload]
         if template is not None:
@@ -276,9 +276,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, *CHATS])
     parser.add_argument("--model", help="a model with a chat template (default: the demo pair)")
-    parser.add_argument(
-        "--tokenizer", help="its tokenizer; demo: the demo pair's (default: its own)"
-    )
+    parser.add_argument("--tokenizer", help="demo: the demo pair's (default: the model's)")
     parser.add_argument("--draft", help="draft model for --model, or a head of it")
     parser.add_argument("--drafter", nargs="+", help="drafters by name (default: the draft model)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
@@ -327,10 +325,8 @@ def main() -> None:
     model, _ = _models(args)
     workloads = args.workload or (CHATS if args.model else WORKLOADS)
     engines = {policy: build(policy, args) for policy in args.policy}
-    failures, rows = Failures(), list[dict[str, Any]]()
-    cells = [
-        (w, b, make_prompts(w, model, _tokenizer(args))) for w in workloads for b in args.batch
-    ]
+    failures, rows, reader = Failures(), list[dict[str, Any]](), _tokenizer(args)
+    cells = [(w, b, make_prompts(w, model, reader)) for w in workloads for b in args.batch]
     with Progress() as progress:
         total = args.cycles * sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
         task = progress.add_task("measuring", total=total)

@@ -124,7 +124,7 @@ def test_drafted_logits_are_those_of_the_equations(monkeypatch: pytest.MonkeyPat
 @needs_compiler
 @pytest.mark.parametrize("kind", ["greedy", "coupled"])
 def test_no_drafter_changes_a_text(kind: str) -> None:
-    """With a pool that is too small for all, and prefix hits."""
+    """With prefix hits and chunks of prompts, too."""
     params = [
         SamplingParams(
             max_tokens=40 + i,
@@ -138,7 +138,7 @@ def test_no_drafter_changes_a_text(kind: str) -> None:
     for options in (
         {"lookahead": "off"},
         {"lookahead": "fixed:3"},
-        {"drafter": ("mtp", "suffix"), "lookahead": "fixed:5", "num_blocks": 24, "overlap": 1},
+        {"drafter": ("mtp", "suffix"), "lookahead": "fixed:5", "overlap": 1},
         {"drafter": ("ngram", "mtp"), "lookahead": "adaptive:2", "max_num_batched_tokens": 32},
         {"drafter": ("ngram",), "lookahead": "fixed:4"},
         {"drafter": ("suffix",), "lookahead": "fixed:4"},
@@ -146,8 +146,8 @@ def test_no_drafter_changes_a_text(kind: str) -> None:
         llm = make(**options)
         for _ in range(2):
             texts.append([each.token_ids for each in llm.generate(PROMPTS, params)])
-        total, stats = llm.engine.stats.speculation, llm.engine.scheduler.stats
-        assert (stats.preemptions > 0) == ("num_blocks" in options)
+        total = llm.engine.stats.speculation
+        assert llm.engine.scheduler.stats.prefix_hit_tokens > 0
         if options.get("drafter", ("mtp",))[0] == "mtp" and options["lookahead"] != "off":
             assert total.accepted_tokens > 100 and total.rejections > 50
             assert sum(n for k, n in total.k_histogram.items() if k >= 2) > 50
