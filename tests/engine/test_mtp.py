@@ -18,6 +18,7 @@ from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.drafters.eagle import EagleDrafter
+from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.drafting.heads.loading import load_heads
 from cbatch.runtime.drafting.heads.trial import read_states
 from tests.gguf_converter import converted
@@ -92,11 +93,12 @@ class Reference:
 def test_drafted_logits_are_those_of_the_equations(monkeypatch: pytest.MonkeyPatch) -> None:
     """For three drafts of each row, after prefix hits and rejected drafts, too."""
     reference, seen, wrong = Reference(), list[Tensor](), list[float]()
-    logits_of, propose = EagleDrafter._logits, EagleDrafter.propose
+    choices, propose = EagleHead.choices, EagleDrafter.propose
 
-    def keep(drafter: EagleDrafter, batch: Any, slots: Any) -> Tensor:
-        seen.append(logits_of(drafter, batch, slots))
-        return seen[-1]
+    def keep(head: EagleHead, *inputs: Any) -> tuple[Tensor, Tensor]:
+        logits, states = choices(head, *inputs)
+        seen.extend([logits] if len(logits) else [])
+        return logits, states
 
     def check(drafter: EagleDrafter, rows: Any) -> Any:
         seen.clear()
@@ -109,7 +111,7 @@ def test_drafted_logits_are_those_of_the_equations(monkeypatch: pytest.MonkeyPat
                 wrong.append(float((own - expected).abs().max() / expected.std()))
         return proposal
 
-    monkeypatch.setattr(EagleDrafter, "_logits", keep)
+    monkeypatch.setattr(EagleHead, "choices", keep)
     monkeypatch.setattr(EagleDrafter, "propose", check)
     llm = make(dtype="float32", drafter=("mtp",), lookahead="fixed:3", block_size=8)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cbatch.core.request.errors import FieldError, InputError
-from cbatch.runtime.backend import LoadRequest
 from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.drafting.heads.trial import take_head
 from cbatch.runtime.model.checkpoint import open_checkpoint
@@ -21,9 +20,9 @@ _logger = logging.getLogger("cbatch")
 
 
 def load_head(
-    request: LoadRequest, target: Any, trial: Any, classes: Mapping[str, Callable[..., H]]
+    request: Any, target: Any, trial: Any, classes: Mapping[str, Callable[..., H]]
 ) -> H | None:
-    """Return the request's head, after its trial; `trial` has the passes of the target. None if a
+    """Return the head of a `LoadRequest`, after its trial; `trial` has the passes of the target. None if a
     head that no option names is of no use, which is logged."""
     assert request.draft is not None
     try:
