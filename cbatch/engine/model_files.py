@@ -11,7 +11,6 @@ import numpy as np
 
 from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.core.request.from_json import sampling_from_json
-from cbatch.core.speculation.build import parse_lookahead
 from cbatch.engine.options import MTP, EngineOptions
 from cbatch.runtime.backend import Backend, Impl, Requirements
 from cbatch.runtime.model.config import (
@@ -282,8 +281,7 @@ def _own_head(
 
     wanted = options.draft_method == MTP or (named and options.draft_method is None)
     default = options.drafter is None and options.random_weights_seed is None
-    off = parse_lookahead(options.lookahead).policy == "off"
-    if not wanted and (named or not default or off):
+    if not wanted and (named or not default or not options.may_draft):
         return None
     problem = "runs on transformers' code; an MTP head needs our own pass"
     if target.impl != "transformers":

@@ -157,6 +157,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         names = getattr(kind, "__struct_fields__", None) or kind._fields
         return {name: getattr(self, name) for name in names if name in self.__struct_fields__}
 
+    @property
+    def may_draft(self) -> bool:
+        return parse_lookahead(self.lookahead).policy != "off"
+
     def _name_own_head(self) -> None:
         """Replace `mtp` in the chain by the name of every draft, and set the draft's method."""
         if self.drafter is None or MTP not in self.drafter:

@@ -22,8 +22,8 @@ _logger = logging.getLogger("cbatch")
 def load_head(
     request: Any, target: Any, trial: Any, classes: Mapping[str, Callable[..., H]]
 ) -> H | None:
-    """Return the head of a `LoadRequest`, after its trial; `trial` has the passes of the target. None if a
-    head that no option names is of no use, which is logged."""
+    """Return the head of a `LoadRequest`, after its trial; `trial` has the passes of the target.
+    None if a head that no option names is of no use, which is logged."""
     assert request.draft is not None
     try:
         heads = load_heads(Path(request.draft), target, request.model, classes)
