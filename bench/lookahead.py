@@ -12,7 +12,11 @@ best fixed k, from 0 (off) to 8, is chosen after the measurement.
 
 `--model smollm2 --drafter ngram` serves a chat model with the drafters of these names, `--draft`
 with another model or a head. Workloads: `questions` of many kinds, `stories` (free text), `renames`
-(repeats code of the prompt), and `both`, which alternates between the last two.
+(repeats code of the prompt), and `both`, which alternates between the last two. A model without a
+chat template continues their texts. The tests' hybrid with an MTP head, on code, prose and noise:
+
+    python -m bench.lookahead --model tests/data/tiny_hybrid --tokenizer demo --drafter mtp \\
+        --workload fresh stories useless --batch 1 8 32 --policy off adaptive
 
 `--temperature 0.8` samples instead, each request with its own seed. `--verification` is the method
 that verifies drafts: with `rejection` the texts differ between policies.
@@ -141,14 +145,14 @@ class EndlessLoop:
         self._running.add(self.engine.add(next(self._prompts), params).request_id)
 
 
-def make_prompts(workload: str, model: str | Path) -> Prompts:
+def make_prompts(workload: str, model: str | Path, tokenizer_path: str | Path = "") -> Prompts:
     """Return the token ids of a workload's prompts; a mix alternates between two kinds."""
-    tokenizer = tokenizer_of(model)
+    tokenizer = tokenizer_of(tokenizer_path or model)
     if workload in CHATS:
-        template = chat_template_of(model)
-        assert template is not None, f"{model} has no chat template"
-        chats = [[{"role": "user", "content": text}] for text in CHATS[workload]]
-        return [list(tokenizer.encode(template.render(chat))) for chat in chats]
+        template, texts = chat_template_of(model), CHATS[workload]
+        if template is not None:
+            texts = [template.render([{"role": "user", "content": text}]) for text in texts]
+        return [list(tokenizer.encode(text)) for text in texts]
     kinds = {"fresh": demo_prompts(), "edit": edit_prompts(), "useless": demo_prompts()}
     texts = [kinds[workload]] if workload in kinds else [kinds["fresh"], kinds["edit"]]
     pools = [[list(tokenizer.encode(t))[-_MAX_PROMPT_TOKENS:] for t in part] for part in texts]
@@ -272,6 +276,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, *CHATS])
     parser.add_argument("--model", help="a model with a chat template (default: the demo pair)")
+    parser.add_argument("--tokenizer", help="demo: the demo pair's (default: the model's)")
     parser.add_argument("--draft", help="draft model for --model, or a head of it")
     parser.add_argument("--drafter", nargs="+", help="drafters by name (default: the draft model)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
@@ -296,7 +301,7 @@ def build(policy: str, args: argparse.Namespace) -> Engine:
         num_blocks=max(args.batch) * -(-max_tokens // 16),
         enable_prefix_caching=False,  # every cycle has the same prompts
         # Loading a head tests it on texts, which needs the tokenizer.
-        tokenizer=None if args.draft is not None else "none",
+        tokenizer=_tokenizer(args) if args.draft or "mtp" in (args.drafter or ()) else "none",
         drafter=None if args.drafter is None else tuple(args.drafter),
     )
     return load_engine(*_models(args), options, log=StepRecorder(record) if record else None)[0]
@@ -309,13 +314,19 @@ def _models(args: argparse.Namespace) -> tuple[str | Path, str | Path | None]:
     return find_model(args.model), draft
 
 
+def _tokenizer(args: argparse.Namespace) -> str:
+    """Return the model whose tokenizer is used."""
+    model = demo_paths()[0] if args.tokenizer == "demo" else args.tokenizer or _models(args)[0]
+    return str(model)
+
+
 def main() -> None:
     args = parse()
     model, _ = _models(args)
     workloads = args.workload or (CHATS if args.model else WORKLOADS)
     engines = {policy: build(policy, args) for policy in args.policy}
-    failures, rows = Failures(), list[dict[str, Any]]()
-    cells = [(w, b, make_prompts(w, model)) for w in workloads for b in args.batch]
+    failures, rows, reader = Failures(), list[dict[str, Any]](), _tokenizer(args)
+    cells = [(w, b, make_prompts(w, model, reader)) for w in workloads for b in args.batch]
     with Progress() as progress:
         total = args.cycles * sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
         task = progress.add_task("measuring", total=total)

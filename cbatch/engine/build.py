@@ -31,11 +31,10 @@ from cbatch.engine.model_files import (
     default_device,
     find_model,
     load_tokenizers,
-    require_head_support,
     sampling_defaults,
     tokenizer_of,
 )
-from cbatch.engine.options import EngineOptions
+from cbatch.engine.options import MTP, EngineOptions
 from cbatch.engine.prices.shapes import MAX_PROFILED_DRAFTS
 from cbatch.engine.prices.startup import cached_invariance, max_drafts, with_prices
 from cbatch.engine.ranks.group import LOADED, Probe, RankedExecutor, Ranks, Serve
@@ -50,7 +49,6 @@ from cbatch.runtime.backend import (
     TrialTexts,
 )
 from cbatch.runtime.model.config import eos_ids_of
-from cbatch.runtime.model.head_config import is_head
 from cbatch.system.machine import mib
 from cbatch.text import TextTokenizer
 
@@ -87,18 +85,22 @@ def load_core(
     `log` gets every input of the scheduler, see `cbatch.steplog.step_log`. With `kv_events` the
     caller must call `scheduler.take_cache_changes` after every step. Raises `FieldError`, or the
     runtime's or tokenizer's error naming file and field."""
-    if draft is None and MODEL in (options.drafter or ()):
-        remedy = f"give a draft, or use {' or '.join(LOOKUPS)}"
+    if draft is None and MODEL in (options.drafter or ()) and options.draft_method != MTP:
+        remedy = f"give a draft, or use {' or '.join((MTP, *LOOKUPS))}"
         raise FieldError("drafter", "'model' needs a draft", remedy)
     model = find_model(model)
     draft = None if draft is None else find_model(draft, "draft")
     files = check_files(model, draft, options)
-    path, draft_path = files[0].path, files[1] and files[1].path
+    path, draft_path = files[0].path, None if files[1] is None or files[1].head else files[1].path
     defaults = sampling_defaults(path) if options.generation_config == "auto" else {}
     tokenizer = load_tokenizers(path, draft_path, options) if handles_text else None
     with ExitStack() as opened:
         loaded = load_models(opened, model, draft, files, options, tokenizer)
         models = loaded.models
+        if models.draft is None:
+            draft = None
+        elif draft is None:
+            draft = model
         config = scheduler_config(models, options, loaded.backend.default_block_size, kv_events)
         grammars = None
         if options.tokenizer != "none":
@@ -190,15 +192,15 @@ def load_models(
     impls: tuple[Impl, Impl]
     impls = files[0].impl, "own" if files[1] is None else files[1].impl
     needs = Requirements(model=model, impls=impls, **options.shared_with(Requirements))
-    head = None if files[1] is None or not is_head(files[1].path) else files[1].path
-    require_head_support(impls[0], head=head)
+    head = files[1].path if files[1] is not None and files[1].head else None
     device = default_device(needs) if options.device == "auto" else options.device
     backend = backend_of(device)
     backend.check_supported(needs)
     backend.require_device(device)
     backend.set_threads(options.threads, options.tensor_parallel_size)
-    texts = () if head is None else _trial_texts(model, tokenizer)
+    texts = () if head is None else _trial_texts(model, tokenizer, options)
     fields = options.shared_with(LoadRequest) | {"device": device, "draft": head or draft}
+    fields["head_is_optional"] = files[1] is not None and files[1].head == "found"
     request = LoadRequest(model=model, impls=impls, trial_texts=texts, **fields)
     if options.tensor_parallel_size == 1:
         return Loaded(backend, backend.load(request), None)
@@ -216,9 +218,13 @@ def trial_texts(vocab_size: int, tokenizer: TextTokenizer | None) -> TrialTexts:
     return tuple(tuple(i for i in tokenizer.encode(text) if i < vocab_size) for text in _TEXTS)
 
 
-def _trial_texts(model: str | Path, tokenizer: TextTokenizer | None) -> TrialTexts:
+def _trial_texts(
+    model: str | Path, tokenizer: TextTokenizer | None, options: EngineOptions
+) -> TrialTexts:
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 
+    if tokenizer is None and options.tokenizer != "none":
+        tokenizer = tokenizer_of(options.tokenizer or model)
     return trial_texts(read_config(resolve_directory(model, weights=False)).vocab_size, tokenizer)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from cbatch.core.request.errors import FieldError, did_you_mean
 from cbatch.core.request.from_json import sampling_from_json
-from cbatch.engine.options import EngineOptions
+from cbatch.engine.options import MTP, EngineOptions
 from cbatch.runtime.backend import Backend, Impl, Requirements
 from cbatch.runtime.model.config import (
     GENERATION_FILE,
@@ -22,7 +22,6 @@ from cbatch.runtime.model.config import (
 )
 from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
-from cbatch.runtime.model.head_config import is_head
 from cbatch.runtime.transformers_backend.support import refuse_unsupported
 from cbatch.system.cache import cache_folder
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
@@ -83,11 +82,11 @@ def load_tokenizers(
     model: str | Path, draft: str | Path | None, options: EngineOptions
 ) -> TextTokenizer | None:
     """Return the model's tokenizer, or None if the options say "none". Raises `TokenizerError` if
-    the draft's tokenizer differs."""
+    the draft model's tokenizer differs."""
     if options.tokenizer == "none":
         return None
     tokenizer = tokenizer_of(options.tokenizer or model)
-    if draft is not None and not is_head(Path(draft)):
+    if draft is not None:
         tokenizer_of(draft).require_same_as(tokenizer)
     return tokenizer
 
@@ -238,12 +237,13 @@ def _own_impl(path: Path, options: EngineOptions, *, draft: bool) -> Impl:
 
 
 class ModelFiles(NamedTuple):
-    """Path of a model, and its modelling code. While this object keeps `gguf`, readers of config,
-    weights and tokenizer share it."""
+    """Path of a model or head, and its modelling code. While this object keeps `gguf`, readers of
+    config, weights and tokenizer share it."""
 
     path: Path
     impl: Impl
     gguf: Gguf | None = None
+    head: Literal["named", "found"] | None = None  # found: no option names the head
 
 
 def check_files(
@@ -252,19 +252,46 @@ def check_files(
     """Check that the configurations of a model and its draft can be served, before weights
     load. Raises the errors of `choose_impl`."""
     target = _check_files_of(model, "model", options)
-    if draft is None:
-        return target, None
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
     from cbatch.runtime.model.head_config import is_head, read_head
 
-    path = resolve_directory(draft, weights=True)
+    path = None if draft is None else resolve_directory(draft, weights=True)
+    if path in (None, target.path):
+        found = _own_head(model, target, options, named=path is not None)
+        if found is not None or path is None:
+            return target, found
+    assert path is not None and draft is not None
     if not is_head(path):
         _require_method(options.draft_method, "draft_model")
         return target, _check_files_of(draft, "draft", options)
-    if target.impl == "own":
-        kind = read_head(path, read_config(target.path))[0].kind
-        _require_method(options.draft_method, kind)
-    return target, ModelFiles(path, "own")
+    if target.impl != "own":
+        problem = f"a head ({path}) needs a target like Llama, such as Mistral, Qwen3 or Phi-3"
+        raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")
+    _require_method(options.draft_method, read_head(path, read_config(target.path))[0].kind)
+    return target, ModelFiles(path, "own", head="named")
+
+
+def _own_head(
+    model: str | Path, target: ModelFiles, options: EngineOptions, *, named: bool
+) -> ModelFiles | None:
+    """Return the MTP head in the model's own files; None if it has none and no option names it.
+    Raises `FieldError` that says what is missing."""
+    from cbatch.runtime.model.checkpoint import read_config, resolve_directory
+    from cbatch.runtime.model.mtp_weights import FC, has_mtp
+
+    wanted = options.draft_method == MTP or (named and options.draft_method is None)
+    default = options.drafter is None and options.random_weights_seed is None
+    if not wanted and (named or not default or not options.may_draft):
+        return None
+    problem = "runs on transformers' code; an MTP head needs our own pass"
+    if target.impl != "transformers":
+        config = read_config(target.path)
+        if config.recurrent and has_mtp(path := resolve_directory(model, weights=True), config):
+            return ModelFiles(path, "own", target.gguf, "named" if wanted else "found")
+        problem = f"has no MTP head (tensor {FC}, in GGUF files nextn.eh_proj)"
+    if options.draft_method != MTP:
+        return None
+    raise FieldError("drafter", f"mtp: {model} {problem}", "give a draft, or use ngram or suffix")
 
 
 def _require_method(method: str | None, kind: str) -> None:
@@ -286,12 +313,6 @@ def _check_files_of(model: str | Path, field: str, options: EngineOptions) -> Mo
     if impl != "transformers":
         read_config(path)
     return ModelFiles(path, impl, gguf)
-
-
-def require_head_support(impl: Impl, *, head: Path | None) -> None:
-    if head is not None and impl != "own":
-        problem = f"a head ({head}) needs a target like Llama, such as Mistral, Qwen3 or Phi-3"
-        raise FieldError("draft", problem, "give a draft model, or drafter ngram or suffix")
 
 
 def _transformers_problem() -> str | None:

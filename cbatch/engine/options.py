@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from cbatch.core.prices.chunk_sizes import PROMPT_SHARE
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import DRAFTERS, LOOKUPS, is_chain
+from cbatch.core.request.request import DRAFTERS, LOOKUPS, MODEL, is_chain
 from cbatch.core.request.typed import convert_fields, knob, names_of
 from cbatch.core.scheduler.config import QueuePolicy
 from cbatch.core.speculation.build import lookahead_name, parse_lookahead
@@ -51,8 +51,9 @@ lookahead type=str | POLICY | off, adaptive, ema or fixed; ema:K drafts at most 
 always K; module:Class is a policy of your own
 num_speculative_tokens aliases=spec_tokens | N | maximum number of drafts of a sequence in a \
 step: K of --lookahead
-drafter | NAME | {", ".join(DRAFTERS)}; repeatable, preferred first; ngram and suffix look up \
-repeated text and need no draft model (default: model, if there is a draft model)
+drafter | NAME | {", ".join(DRAFTERS)}, mtp; repeatable, preferred first; ngram and suffix look up \
+repeated text and need no draft model; mtp is the model's own head (default: model, if there is a \
+draft model, else mtp, if the model has it)
 max_num_seqs | N | maximum number of sequences in a step
 num_blocks aliases=num_gpu_blocks_override default="as memory allows" | N | number of KV blocks
 kv_cache_memory_bytes | BYTES | memory for the KV cache, as 4G
@@ -84,7 +85,8 @@ engine_knob = _KNOB.__getitem__  # for structs that have the same options
 NumDrafts = Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 ModelImpl = Literal["auto", "own", "transformers"]
-DraftMethod = Literal["draft_model", "eagle", "eagle3", "medusa"]
+DraftMethod = Literal["draft_model", "eagle", "eagle3", "medusa", "mtp"]
+MTP = "mtp"  # the drafter that is the model's own head
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,13 +148,29 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             problem = "would be ignored, since the size of the KV cache is given"
             raise FieldError("gpu_memory_utilization", problem, "leave one of them out")
         self._limit_drafts()
+        self._name_own_head()
         if self.drafter is not None and not is_chain(self.drafter):
-            remedy = f"name one or more of {', '.join(DRAFTERS)}, each once"
+            remedy = f"name one or more of {', '.join(DRAFTERS)}, mtp, each once"
             raise FieldError("drafter", f"{self.drafter!r} is not allowed", remedy)
 
     def shared_with(self, kind: Any) -> dict[str, Any]:
         names = getattr(kind, "__struct_fields__", None) or kind._fields
         return {name: getattr(self, name) for name in names if name in self.__struct_fields__}
+
+    @property
+    def may_draft(self) -> bool:
+        return parse_lookahead(self.lookahead).policy != "off"
+
+    def _name_own_head(self) -> None:
+        """Replace `mtp` in the chain by the name of every draft, and set the draft's method."""
+        if self.drafter is None or MTP not in self.drafter:
+            return
+        if self.draft_method not in (None, MTP):
+            problem = f"mtp and method {self.draft_method} exclude each other"
+            raise FieldError("drafter", problem, "leave one of them out")
+        chain = tuple(MODEL if name == MTP else name for name in self.drafter)
+        msgspec.structs.force_setattr(self, "drafter", chain)
+        msgspec.structs.force_setattr(self, "draft_method", MTP)
 
     def _limit_drafts(self) -> None:
         """Move `num_speculative_tokens` into `lookahead`, as its k."""
@@ -205,9 +223,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
                 problem = f"{name} {value} is not supported"
                 raise FieldError("speculative_config", problem, f"use {required}, or leave it out")
         lookup, k = config.method in LOOKUPS, config.num_speculative_tokens
-        if lookup == (config.model is not None):
+        if lookup == (config.model is not None) and config.method != MTP:
             problem = f"method {config.method!r} with model {config.model!r}"
-            remedy = "give a model, or method ngram or suffix alone"
+            remedy = "give a model, or method ngram, suffix or mtp alone"
             raise FieldError("speculative_config", problem, remedy)
         if self.draft is not None or (lookup and self.engine.drafter is not None):
             problem = "and draft or drafter exclude each other"

@@ -38,7 +38,7 @@ class Requirements(NamedTuple):
 
 class LoadRequest(msgspec.Struct, frozen=True):
     """The models to load. `impls`: the modelling code of the model and of the draft. `trial_texts`
-    is empty unless the draft is a head."""
+    is empty unless the draft is a head. With `head_is_optional`, no option names the head."""
 
     device: str
     model: str | Path
@@ -49,6 +49,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     numerics: str
     kv_cache_dtype: str
     random_weights_seed: int | None
+    head_is_optional: bool = False
 
 
 class LargestStep(NamedTuple):

@@ -330,6 +330,11 @@ MODEL = {"model": "DIR"}
             {"lookahead": "adaptive:2"},
         ),
         (MODEL | {"method": "eagle3"}, "DIR", {"draft_method": "eagle3"}),
+        (
+            {"method": "mtp", "num_speculative_tokens": 2},
+            None,
+            {"draft_method": "mtp", "lookahead": "adaptive:2"},
+        ),
     ],
     ids=str,
 )
@@ -351,7 +356,8 @@ def test_speculative_config(
         ({"draft": "A", "speculative_config": {"model": "B"}}, "draft or drafter exclude"),
         ({"num_blocks": 2, "gpu_memory_utilization": 0.5}, "gpu_memory_utilization: would be ign"),
         ({"speculative_config": {"methd": "ngram"}}, "methd.*method, num_speculative_tokens"),
-        ({"speculative_config": {"method": "mtp"}}, r"mtp.*prompt_lookup_min"),
+        ({"speculative_config": {"method": "mlp_speculator"}}, r"mlp.*prompt_lookup_min"),
+        ({"drafter": ("mtp",), "draft_method": "eagle"}, "mtp and method eagle exclude each other"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "give a model"),
         (
             {"speculative_config": {"method": "ngram", "prompt_lookup_max": 5}},

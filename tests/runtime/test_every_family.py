@@ -391,8 +391,9 @@ def test_what_a_gpu_does_not_interpret_is_named(
 
 
 @needs_compiler
-def test_a_head_for_such_a_model_is_refused(tmp_path: Path) -> None:
-    make("granite", tmp_path / "model")
+@pytest.mark.parametrize("kind", ["granite", "qwen3_5_text"])
+def test_a_head_for_such_a_model_is_refused(kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path / "model")
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text(json.dumps({"model_type": "medusa"}))
     with pytest.raises(FieldError) as caught:

@@ -209,13 +209,19 @@ class Streams(NamedTuple):
         return torch.cat(parts)
 
 
-def prepare(work: Path, root: Path | None, seed: int, context_tokens: int):
-    """Return tokenizer, streams and documents, which are made once and kept under `work`."""
+def prepare(
+    work: Path, root: Path | None, seed: int, context_tokens: int, tokenizer_of: Path | None = None
+):
+    """Return tokenizer, streams and documents, which are made once and kept under `work`. The
+    tokenizer is the one in the file `tokenizer_of`, or is trained."""
     file, tokenizer_file = work / "corpus.pt", work / "tokenizer.json"
     if not file.exists():
         documents = load_corpus(root)
         training = [d for d in documents if not d.is_held_out]
-        tokenizer = train_tokenizer(d.text for d in training if not d.is_test)
+        if tokenizer_of is None:
+            tokenizer = train_tokenizer(d.text for d in training if not d.is_test)
+        else:
+            tokenizer = Tokenizer.from_file(str(tokenizer_of))
         tokenizer.save(str(tokenizer_file))
         random.Random(seed).shuffle(training)
         streams = [[0], [0]]

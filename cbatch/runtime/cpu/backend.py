@@ -14,8 +14,7 @@ from cbatch.runtime.cpu.drafters.kinds import HEADS
 from cbatch.runtime.cpu.loaded import CpuModels
 from cbatch.runtime.cpu.transformers_backend.loading import load_transformers_model
 from cbatch.runtime.cpu.transformers_backend.sharing import check_shared
-from cbatch.runtime.drafting.heads.loading import load_heads
-from cbatch.runtime.drafting.heads.trial import take_head
+from cbatch.runtime.drafting.heads.loading import load_head
 from cbatch.runtime.model.checkpoint import read_config, resolve_directory
 from cbatch.runtime.model.config import ModelConfig
 from cbatch.runtime.model.sharding import shard_config
@@ -65,8 +64,7 @@ class CpuBackend:
         if not request.trial_texts:
             # Verification fixes the text, whatever computes the drafts.
             return CpuModels(target, _load(request.draft, request.impls[1], request, "auto", None))
-        heads = load_heads(Path(request.draft), target, request.model, HEADS)
-        return CpuModels(target, take_head(request.draft, heads, target, request.trial_texts))
+        return CpuModels(target, load_head(request, target, target, HEADS))
 
 
 def _load(

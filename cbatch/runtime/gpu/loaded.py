@@ -11,8 +11,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.runtime.backend import Impl, LargestStep, LoadRequest
-from cbatch.runtime.drafting.heads.loading import load_heads
-from cbatch.runtime.drafting.heads.trial import take_head
+from cbatch.runtime.drafting.heads.loading import load_head
 from cbatch.runtime.drafting.lookups import all_lookups
 from cbatch.runtime.gpu.capture import groups_of
 from cbatch.runtime.gpu.decoder import Decoder, load_decoder
@@ -123,8 +122,7 @@ def load_models(request: LoadRequest) -> GpuModels:
             return GpuModels(target, None, kv_dtype)
         if not request.trial_texts:
             return GpuModels(target, _load(request.draft, request.impls[1], request), kv_dtype)
-        heads = load_heads(Path(request.draft), target, request.model, CLASSES)
-        head = take_head(request.draft, heads, OneCall(target), request.trial_texts)
+        head = load_head(request, target, OneCall(target), CLASSES)
         return GpuModels(target, head, kv_dtype)
 
 

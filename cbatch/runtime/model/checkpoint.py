@@ -20,7 +20,7 @@ from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.family_weights import FamilyWeights
 from cbatch.runtime.model.gguf_file import WIDENED, Gguf, is_gguf, read_gguf
 from cbatch.runtime.model.gguf_model import config_of
-from cbatch.runtime.model.gguf_tensors import GgufWeights, drafting_tensors
+from cbatch.runtime.model.gguf_tensors import GgufWeights, drafting_tensors, mtp_parts
 from cbatch.runtime.model.quantised import QuantisedWeights
 from cbatch.runtime.model.rope import has_angles
 from cbatch.runtime.model.weight_files import DTYPES, Safetensors, WeightSource
@@ -90,7 +90,7 @@ def open_checkpoint(
         if file is not None:
             if as_stored:
                 warn_widened(file, served)
-            if drafting_tensors(file, config):
+            if drafting_tensors(file, config) and not mtp_parts(file, config):
                 _logger.warning("%s: its layers for multi-token prediction are left out", path)
             source = GgufWeights(file, config, served, as_stored=as_stored)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ class GgufWeights(WeightSource):
         self, file: Gguf, config: ModelConfig, dtype: torch.dtype, *, as_stored: bool = False
     ) -> None:
         self._file, self._dtype, self._as_stored = file, dtype, as_stored
-        self._parts, _ = _layout(file, config)
+        self._parts = _layout(file, config)[0] | mtp_parts(file, config)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         parts = [self._rows(part) for part in self._parts[name]]
@@ -123,6 +123,29 @@ def drafting_tensors(file: Gguf, config: ModelConfig) -> set[str]:
     return {name for match, name in names if match and int(match[1]) >= config.num_layers}
 
 
+def mtp_parts(file: Gguf, c: ModelConfig) -> dict[str, list[_Part]]:
+    """Return the parts of a head for multi-token prediction, which is the first layer after the
+    last; none if it is incomplete, or of another layout than Qwen3.5's."""
+    record = next((each for each in c.layers if isinstance(each.mixer, Attention)), None)
+    block, size, family = f"blk.{c.num_layers}.", c.hidden_size, family_named(c.family)
+    if record is None or record.feed_forward is None or not drafting_tensors(file, c):
+        return {}
+    architecture = architectures()[file.metadata["general.architecture"]]
+    entries = [
+        entry._replace(name=f"mtp.layers.0.{entry.name}")
+        for part in (_of_mixer, _of_feed_forward)
+        for entry in part(record, size, set(), family)
+    ]
+    entries.append(_Entry("mtp.fc.weight", "nextn.eh_proj", (size, 2 * size)))
+    norms = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    for name, stored in (norms | {"norm": "shared_head_norm"}).items():
+        entries.append(_Entry(f"mtp.{name}.weight", f"nextn.{stored}", (size,)))
+    parts, shapes = _parts_of(file, architecture, [(block, entry) for entry in entries])
+    tensors = file.tensors
+    fits = [n in tensors and _trimmed(tensors[n].shape) == _trimmed(shapes[n]) for n in shapes]
+    return parts if all(fits) else {}
+
+
 def _trimmed(shape: _Shape) -> _Shape:
     """Return the shape without leading dimensions of 1, which files may leave out."""
     return _trimmed(shape[1:]) if shape[:1] == (1,) and len(shape) > 1 else shape
@@ -132,9 +155,15 @@ def _layout(file: Gguf, config: ModelConfig) -> tuple[dict[str, list[_Part]], di
     """Return the parts of each tensor of ours, and the shape of each tensor of the file. Our
     matrices that the file stores as one are stacked by rows."""
     architecture = architectures()[file.metadata["general.architecture"]]
+    return _parts_of(file, architecture, _entries(file, architecture, config))
+
+
+def _parts_of(
+    file: Gguf, architecture: GgufArchitecture, entries: Iterable[tuple[str, _Entry]]
+) -> tuple[dict[str, list[_Part]], dict[str, _Shape]]:
     parts: dict[str, list[_Part]] = defaultdict(list)
     shapes: dict[str, _Shape] = {}
-    for layer, entry in _entries(file, architecture, config):
+    for layer, entry in entries:
         stored = architecture.names.get(entry.stored, entry.stored)
         tensor = f"{layer}{stored}"
         if entry.kind and tensor not in file.tensors:  # a norm of Falcon-H1 has no ending

@@ -3,7 +3,7 @@
 Known layouts: EAGLE-3 as written by SafeAILab, SpecForge and SGLang, AngelSlim and speculators;
 EAGLE-1 and 2 (whose files are the same); Medusa as written by FasterDecoding, TGI and vLLM.
 Frameworks read some fields differently. `_readings` lists the possible meanings, the likeliest
-first.
+first. A model's own head for multi-token prediction (MTP) has no config: see `mtp_head`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from cbatch.runtime.model.config import Fields, ModelConfig, read_json_object
 from cbatch.runtime.model.config_json import parse_config
-from cbatch.runtime.model.records import Norm, PairInput
+from cbatch.runtime.model.records import Attention, LayerRecord, Norm, PairInput
 
 if TYPE_CHECKING:
     from cbatch.runtime.model.head_weights import HeadWeights
@@ -45,7 +45,7 @@ class HeadConfig(msgspec.Struct, frozen=True):
     Medusa it has no layer, only the target's vocabulary. `hidden_layers` are the target's layers
     whose states the head reads, numbered as in `Model.keep_hidden`."""
 
-    kind: Literal["eagle3", "eagle", "medusa"]
+    kind: Literal["eagle3", "eagle", "medusa", "mtp"]
     layer: ModelConfig
     hidden_layers: tuple[int, ...]
     draft_vocab_size: int
@@ -151,6 +151,25 @@ def head_layer(layer: ModelConfig, kind: str) -> ModelConfig:
         return msgspec.structs.replace(layer, norm=None, input=PairInput(fused=True))
     pair = PairInput(False, Norm("input_layernorm", eps), Norm("hidden_norm", eps))
     return msgspec.structs.replace(layer, input=pair)
+
+
+def mtp_head(target: ModelConfig) -> HeadConfig:
+    """Return the config of the MTP head in a checkpoint of Qwen3.5 or Qwen3-Next: EAGLE-1 with
+    norms, whose layer is the target's first with attention."""
+    norm, layers = target.norm, [each for each in target.layers if _attends(each)]
+    assert norm is not None
+    token_norm, state_norm = (
+        msgspec.structs.replace(norm, name=f"pre_fc_norm_{each}")
+        for each in ("embedding", "hidden")
+    )
+    pair = PairInput(True, token_norm, state_norm)
+    layer = msgspec.structs.replace(target, layers=(layers[0],), input=pair)
+    hidden_layers = (target.num_layers,)
+    return HeadConfig("mtp", layer, hidden_layers, target.vocab_size, norm_output=True)
+
+
+def _attends(layer: LayerRecord) -> bool:
+    return isinstance(layer.mixer, Attention)
 
 
 def _fc_norms(names: frozenset[str]) -> bool:

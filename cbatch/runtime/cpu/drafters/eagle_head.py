@@ -54,8 +54,7 @@ class EagleHead(Head):
         run_layers = CompiledDecoder if tensors.compiled else TorchPass
         parts = self.config, tensors.embedding(target), [layer], lm_head
         self._pass: CompiledDecoder | TorchPass = run_layers(*parts, pair=pair)
-        size = (self.config.hidden_size,)
-        self._norm = weights.get("norm.weight", size).float() if head.norm_output else None
+        self._norm = tensors.final_norm() if head.norm_output else None
         products = *layer.products(), lm_head, self._fc, input_layer, only_kv
         self.matrix_bytes = sum(each.num_bytes for each in products if each is not None)
 

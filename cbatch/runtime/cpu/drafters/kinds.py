@@ -17,7 +17,7 @@ from cbatch.runtime.drafting.heads.head import Head
 
 # The class of each kind of head.
 HEADS: dict[str, Callable[..., Head]]
-HEADS = {"eagle3": EagleHead, "eagle": EagleHead, "medusa": MedusaHead}
+HEADS = {"eagle3": EagleHead, "eagle": EagleHead, "mtp": EagleHead, "medusa": MedusaHead}
 _KINDS: dict[type, Callable[[Any], ModelDrafter]] = {
     Model: DraftModel,
     TransformersModel: DraftModel,

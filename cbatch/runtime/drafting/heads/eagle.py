@@ -27,7 +27,8 @@ class EagleTensors(HeadBuilder[P]):
         """Return the weights of the norms of token and state."""
         pair = self.config.input
         assert pair is not None
-        return self._norm("layers.0", pair.token_norm), self._norm("layers.0", pair.state_norm)
+        place = "layers.0" if self.head.kind == "eagle3" else "model"
+        return self._norm(place, pair.token_norm), self._norm(place, pair.state_norm)
 
     def input_layer(self) -> P | None:
         """Return EAGLE-1's linear layer from (embedding, state) to one state; None for EAGLE-3."""
@@ -68,7 +69,7 @@ class EagleTensors(HeadBuilder[P]):
         """Return the weight of the norm before fc: one per layer [layers, H], or one for all
         [layers * H]. For EAGLE-1 it is the target's final norm."""
         count, size = len(self.head.hidden_layers), target.config.hidden_size
-        if self.head.kind == "eagle":
+        if self.head.kind != "eagle3":
             return target.final_norm
         if self.head.input_norm:
             return self.source.get("input_norm.weight", (count * size,)).float().to(self.device)
@@ -80,16 +81,17 @@ class EagleTensors(HeadBuilder[P]):
     def _qkv(
         self, attention: str, m: Attention, norm: Tensor | None, shift: Tensor | None = None
     ) -> P:
-        return self.projected("qkv")
+        return self.projected("qkv", norm)
 
-    def projected(self, letters: str) -> P:
-        """Return the attention projections `letters` ("qkv" or "kv") as one linear layer."""
+    def projected(self, letters: str, norm: Tensor | None = None) -> P:
+        """Return the attention projections `letters` ("qkv" or "kv") as one linear layer, which
+        has the weight of the norm before it."""
         m, columns = self.config.attention, self.config.hidden_size
         if self.head.kind == "eagle3":
             columns *= 2
         weight = self._heads(_ATTENTION, m, letters, "weight", columns)
         bias = self._heads(_ATTENTION, m, letters, "bias") if m.bias else None
-        return self._linear(weight, bias, None)
+        return self._linear(weight, bias, norm)
 
 
 def eagle_vocabulary(head: HeadConfig, weights: HeadWeights) -> Tensor | None:

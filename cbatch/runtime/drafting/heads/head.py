@@ -59,5 +59,5 @@ class HeadBuilder(LayerBuilder[P]):
     def _norm_weight(self, place: str, norm: Norm) -> Tensor:
         """Return a norm's weight in fp32, without rounding it to the model's dtype first."""
         name = f"{place}.{norm.name}.weight".removeprefix("model.")
-        weight = self.source.get(name, (self.config.hidden_size,))
-        return weight.float().to(self.device)
+        weight = self.source.get(name, (self.config.hidden_size,)).float().to(self.device)
+        return weight + norm.offset if norm.offset else weight

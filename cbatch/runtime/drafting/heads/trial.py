@@ -17,6 +17,7 @@ from cbatch.core.request.errors import FieldError
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.drafting.heads.head import Head
 from cbatch.runtime.kv_cache import KVCache
+from cbatch.runtime.model.arrays import iota
 
 _BLOCK_TOKENS = 16
 _logger = logging.getLogger("cbatch")
@@ -25,11 +26,13 @@ H = TypeVar("H", bound=Head)
 
 class HeadTrial(NamedTuple, Generic[H]):
     """The first drafts of a head on sample text: `hits` (bool [trials]) marks drafts equal to the
-    target's greedy choice. `chance`: share of hits if every draft were the same token, the best."""
+    target's greedy choice. `chance`: share of hits if every draft were the same token, the best.
+    `is_chance`: on each text, the agreement is at most two standard errors above this share."""
 
     head: H
     hits: Tensor
     chance: float
+    is_chance: bool
 
     @property
     def trials(self) -> int:
@@ -44,12 +47,6 @@ class HeadTrial(NamedTuple, Generic[H]):
         of the difference."""
         wins, losses = int((self.hits & ~other.hits).sum()), int((other.hits & ~self.hits).sum())
         return wins - losses > 2 * (wins + losses) ** 0.5
-
-    @property
-    def is_chance(self) -> bool:
-        """Return whether the agreement is at most two standard errors above `chance`."""
-        spread = (self.chance * (1 - self.chance) / self.trials) ** 0.5
-        return self.agreement <= self.chance + 2 * spread
 
 
 def take_head(
@@ -92,9 +89,18 @@ def _test(head: H, target: Any, texts: Sequence[Sequence[int]]) -> HeadTrial[H]:
         drafts = head.first_logits(whole_text(ids), fresh_kv(head, len(ids)), hidden).argmax(-1)
         hits.append((drafts == chosen)[1:])
         choices.append(chosen[1:])
-    hit, all_choices = torch.cat(hits), torch.cat(choices)
-    chance = float(all_choices.bincount().max()) / len(all_choices)
-    return HeadTrial(head, hit, chance)
+    is_chance = all(map(_is_chance, hits, choices))
+    return HeadTrial(head, torch.cat(hits), _chance(torch.cat(choices)), is_chance)
+
+
+def _chance(choices: Tensor) -> float:
+    return float(choices.bincount().max()) / len(choices)
+
+
+def _is_chance(hits: Tensor, choices: Tensor) -> bool:
+    chance = _chance(choices)
+    spread = (chance * (1 - chance) / len(hits)) ** 0.5
+    return float(hits.float().mean()) <= chance + 2 * spread
 
 
 def read_states(target: Any, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,12 +114,15 @@ def read_states(target: Any, layers: tuple[int, ...], ids: Tensor) -> tuple[Tens
 
 def fresh_kv(model: Any, tokens: int) -> KVCache:
     blocks = -(-tokens // _BLOCK_TOKENS)
-    return KVCache(model.config, blocks, _BLOCK_TOKENS, model.dtype, model.device)
+    sizes = blocks, _BLOCK_TOKENS
+    return KVCache(model.config, *sizes, model.dtype, model.device, num_pages=blocks)
 
 
 def whole_text(ids: Tensor) -> RaggedBatch:
     """Return a batch of one whole sequence, with logits of all positions."""
     count = len(ids)
     lens = np.array([count], dtype=np.int32)
-    tables = np.arange(-(-count // _BLOCK_TOKENS), dtype=np.int32)[None]
-    return RaggedBatch(ids, torch.arange(count), lens, lens, tables, torch.arange(count))
+    tables, positions = np.arange(-(-count // _BLOCK_TOKENS), dtype=np.int32)[None], iota(count)
+    rows, slots = torch.from_numpy(positions), np.zeros(1, np.int32)
+    pages = np.append(np.int32(-1), tables)[None]  # after each block
+    return RaggedBatch(ids, rows, lens, lens, tables, rows, pages, slots)
