@@ -141,8 +141,8 @@ def measured(
 
     def window(steps: int) -> dict[str, float]:
         device.spent_s.clear()
-        launches.replayed.clear()
-        missed, tokens = len(launches.missed), engine.stats.output_tokens
+        replayed, missed = launches.replayed.total(), len(launches.missed)
+        tokens = engine.stats.output_tokens
         began_s = thread_time()
         for _ in range(steps):
             ended = sum(output.finished is not None for output in engine.step())
@@ -155,7 +155,7 @@ def measured(
             "host_us": 1e6 * spent_s / steps,
             "tokens": tokens / steps,
             "us_per_token": 1e6 * spent_s / max(tokens, 1),
-            "graphs": launches.replayed.total() / steps,
+            "graphs": (launches.replayed.total() - replayed) / steps,
             "uncaptured": (len(launches.missed) - missed) / steps,
         }
 

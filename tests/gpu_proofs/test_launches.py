@@ -15,6 +15,7 @@ from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu import capture
 from cbatch.runtime.gpu.capture import GROUPS, SHAPED, groups_of, groups_of_key
 from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, CudaDevice
+from tests.gpu_proofs.host_time import measured
 from tests.gpu_proofs.meta import KINDS, SIZES, Size, Start
 from tests.triton_kernels.driver import TARGETS, recording
 
@@ -47,6 +48,7 @@ def test_whatever_a_step_launches_is_compiled_ahead(size: Size, target: str) -> 
             assert met == groups_of(SamplingParams(**params)), kind
         masked = start.serve(*KINDS).masked
         start.serve("greedy", count=4)  # captured steps with prompts
+        measured(start, f"fixed:{size.drafts}" if size.draft else "off", windows=8)
     assert start.late() == set() and masked > 5 and device.replayed.total() > 100
     # Steps used every kind of graph. A single row does not draft in two ways at once.
     never = {("guesses", False)} if size.slots == 1 else set()

@@ -125,9 +125,10 @@ class StepCapture:
     def run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
         """Run every kind of step, without slots. `sizes` maps a largest count to those to run."""
         steps, limits = self._steps, self._steps.limits
-        message = SlotUpdate(steps.places)
-        message.put_all("work", np.zeros(steps.state.work.shape, dtype=np.int32))
+        message = SlotUpdate(steps.places, np.zeros(steps.state.work.shape, dtype=np.int32))
+        message.put("failed", 0, np.zeros(1, dtype=np.int32))
         steps.send(message, self._buffers)
+        steps.apply_appended(device)
         lengths = steps.target_pass.attention.lengths
         for count, longest in product(sizes(limits.max_num_batched_tokens), lengths):
             steps.target_pass.compute(device, count, longest)

@@ -6,6 +6,7 @@ of buffers are padded to a multiple of 16 elements."""
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -28,7 +29,7 @@ def bucket(count: int, largest: int) -> int:
         return 0
     if count > MAX_CAPTURED_TOKENS:
         return min(-(-count // _LARGE_STEP) * _LARGE_STEP, largest)
-    return min(next(b for b in SMALL if b >= count), largest)
+    return min(SMALL[bisect_left(SMALL, count)], largest)
 
 
 def aligned(count: int) -> int:

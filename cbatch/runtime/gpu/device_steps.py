@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ class HostBuffers:
 
     def __init__(self) -> None:
         empty = torch.zeros(0, dtype=torch.int32)
-        self.message = self.result = self.drafts = self.masks = empty
+        self.work = self.message = self.appended = empty
+        self.result = self.drafts = self.masks = empty
 
 
 @dataclass
@@ -95,6 +97,8 @@ class DeviceSteps:
             )
             self.target_pass, self.kv = self._pass_of_target(target, self.draft_passes)
             self._inbox = torch.zeros(0, dtype=torch.int32, device=target.device)
+            self._max_appended = sizes.slots
+            self._appended = self._inbox.new_zeros(4 * sizes.slots)  # three words and a block each
             self.masking = Masking(
                 self.target_pass, self.queue, limits.max_num_seqs, limits.max_drafts
             )
@@ -106,16 +110,38 @@ class DeviceSteps:
 
     def send(self, message: SlotUpdate, buffers: HostBuffers) -> None:
         """Copy a message to the device, and apply it to the slots there."""
+        if not len(buffers.work):
+            buffers.work = self.queue.staging(message.work.size).view(message.work.shape)
+        buffers.work.numpy()[:] = message.work
+        self.state.work.copy_(buffers.work, non_blocking=True)
+        first, second = message.num_runs()
+        if not first and second <= self._max_appended:
+            if second:
+                self._append_blocks(message, buffers)
+            return  # as in most steps
         words = message.num_words()
         if words > len(buffers.message):
             buffers.message = self.queue.staging(2 * words)
         if words > len(self._inbox):
             self._inbox = self._inbox.new_zeros(2 * words)
-        message.write(buffers.message.numpy())
+        message.write(buffers.message.numpy(), first + second)
         self._inbox[:words].copy_(buffers.message[:words], non_blocking=True)
-        first, second = message.num_runs()
         apply(self._inbox, self._arena.words, 0, first)
         apply(self._inbox, self._arena.words, first, second)
+
+    def _append_blocks(self, message: SlotUpdate, buffers: HostBuffers) -> None:
+        """Apply a message of appended blocks alone, by a graph, because the host needs longer to
+        launch a kernel."""
+        if not len(buffers.appended):
+            buffers.appended = self.queue.staging(len(self._appended))
+        message.write(buffers.appended.numpy(), self._max_appended)
+        self._appended.copy_(buffers.appended, non_blocking=True)
+        self.apply_appended(self.queue)
+
+    def apply_appended(self, device: Device) -> None:
+        """Queue the runs of `_append_blocks`."""
+        runs = self._appended, self._arena.words, 0, self._max_appended
+        device.run(("append",), partial(apply, *runs))
 
     def fetch(self, buffers: HostBuffers) -> None:
         """Queue the copy of the step's result to the host."""

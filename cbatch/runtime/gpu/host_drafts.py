@@ -138,13 +138,13 @@ class DraftPlan(NamedTuple):
     @classmethod
     def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
         """Let the draft model draft for every row."""
-        catch_up = plan.catch_up * (not model.is_head)
+        zeros = np.zeros(len(plan.slots), dtype=np.int32)
         drafts = np.minimum(plan.num_drafts, model.max_drafts)
-        return cls(drafts, catch_up, np.zeros_like(plan.num_drafts), {})
+        return cls(drafts, zeros if model.is_head else plan.catch_up, zeros, {})
 
     @classmethod
     def empty(cls, plan: StepPlan) -> DraftPlan:
-        zeros = np.zeros_like(plan.num_drafts)
+        zeros = np.zeros(len(plan.slots), dtype=np.int32)
         return cls(zeros, zeros, zeros, {})
 
 
@@ -318,7 +318,7 @@ class HostSide:
         """Choose the drafts of a step; steps of `pending_plans` may still emit tokens."""
         model, in_chain = self._on_device, self._in_chain[plan.slots]
         drafts = DraftPlan.empty(plan) if model is None else DraftPlan.of_model(plan, model)
-        if not in_chain.any():
+        if not np.count_nonzero(in_chain):
             return drafts
         assert self.known is not None
         ahead: I64 = np.zeros(self.known.max_num_seqs, dtype=np.int64)
