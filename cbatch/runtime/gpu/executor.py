@@ -123,8 +123,8 @@ class GpuExecutor:
             raise RuntimeError("wait: no step was submitted; call submit(plan) first")
         step = self._pending.popleft()
         step.done.wait()
-        self._buffers.append(step.buffers)
         result = self.report(step)
+        self._buffers.append(step.buffers)
         for later in self._pending:
             if not later.decided:
                 with torch.inference_mode(), self.queue.working():
