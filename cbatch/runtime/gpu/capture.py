@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cbatch.core.request.request import SamplingParams
-from cbatch.runtime.gpu.device import CallbackDevice, Device, ladder
+from cbatch.runtime.gpu.device import CallbackDevice, Device, bucket, ladder
 from cbatch.runtime.gpu.device_steps import DeviceSteps, HostBuffers
 from cbatch.runtime.gpu.host_drafts import HostSide
 from cbatch.runtime.gpu.slots import SlotUpdate, shapes_logits
@@ -118,7 +118,8 @@ class StepCapture:
             by_groups[frozenset()] |= queue.kernels_of(run_all)
             self.background_kernels = UncompiledKernels(by_groups)
             _logger.info("capturing steps")
-            self.run_all(CallbackDevice(capture), ladder)
+            sizes = partial(ladder, max_tokens=self._steps.captured_tokens)
+            self.run_all(CallbackDevice(capture), sizes)
             queue.deferred = deferred
             queue.synchronize()
 
@@ -157,6 +158,9 @@ class StepCapture:
                     # A row with a draft has at least two rows of logits.
                     features = features._replace(shaped=shaped, filtered=filtered)
                     steps.target_pass.decide(device, count, features)
+                    if steps.joins_parts and not shaped:
+                        tokens = bucket(count, limits.max_num_batched_tokens)
+                        steps.target_pass.run_whole(device, tokens, count, features)
 
 
 def _smallest(largest: int) -> list[int]:

@@ -22,7 +22,7 @@ from cbatch.runtime.gpu.draft_pass import (
 )
 from cbatch.runtime.gpu.heads import FIRST_KEY, GpuEagleHead, GpuHead, GpuMedusaHead
 from cbatch.runtime.gpu.host_drafts import I32, KnownTokens
-from cbatch.runtime.gpu.memory import Draft, StepLimits, kv_scales
+from cbatch.runtime.gpu.memory import Draft, StepLimits, host_binds, kv_scales
 from cbatch.runtime.gpu.slots import Bounds, SlotUpdate
 from cbatch.runtime.gpu.target_pass import SamplingFeatures, TargetPass
 from cbatch.runtime.kv_cache import KVCache
@@ -84,6 +84,8 @@ class DeviceSteps:
         self.limits, self.queue = limits, device_for(target.device)
         self._num_blocks, self._kv_dtype, self._tuning = num_blocks, kv_dtype, tuning
         self.sizes = sizes = limits.arena_of(target.config)
+        self.joins_parts = host_binds(target.config)
+        self.captured_tokens = limits.captured_tokens(target.config)
         with torch.inference_mode(), self.queue.working():
             self._arena = Arena.allocate(sizes, target.device)
             self.places = self._arena.places
@@ -188,6 +190,22 @@ class DeviceSteps:
         tokens = bucket(bounds.tokens, self.limits.max_num_batched_tokens)
         self.target_pass.compute(self.queue, tokens, bounds.longest)
 
+    def run_whole(self, bounds: Bounds) -> bool:
+        """Queue the target's part of a step without masks as one graph; return False if there is
+        no such graph."""
+        target = self.target_pass
+        short = bounds.longest <= target.attention.short_tokens
+        if not self.joins_parts or bounds.shaped or bounds.tokens > bounds.logits or not short:
+            return False
+        rows = bucket(bounds.logits, target.max_logits)
+        tokens = bucket(rows, self.limits.max_num_batched_tokens)
+        target.run_whole(self.queue, tokens, rows, self._features(bounds))
+        return True
+
+    def _features(self, bounds: Bounds) -> SamplingFeatures:
+        sampled = bounds.rejection_sampled and self.draft_passes is not None
+        return SamplingFeatures(bounds.shaped, bounds.filtered, sampled)
+
     def find_logits(self, bounds: Bounds) -> int:
         """Queue the logits of a step, and return the number of their rows."""
         rows = bucket(bounds.logits, self.target_pass.max_logits)
@@ -196,9 +214,7 @@ class DeviceSteps:
 
     def decide(self, bounds: Bounds, rows: int) -> None:
         """Queue verification and sampling from `rows` rows of logits."""
-        sampled = bounds.rejection_sampled and self.draft_passes is not None
-        features = SamplingFeatures(bounds.shaped, bounds.filtered, sampled)
-        self.target_pass.decide(self.queue, rows, features)
+        self.target_pass.decide(self.queue, rows, self._features(bounds))
 
     def _passes_of_draft(self, draft: Draft, vocab: int) -> tuple[DraftPasses, KVCache | None]:
         """Return the draft's passes and its KV cache, None for Medusa heads, which need none.

@@ -111,10 +111,14 @@ class GpuExecutor:
             raise RuntimeError(f"submit: {_MAX_PENDING} steps are under way; call wait() first")
         with self.queue.working():
             step = self._begin(plan)
-            waits = bool(self._pending) and len(self.host_side.masked(plan)) > 0
+            masks = len(self.host_side.masked(plan)) > 0
+            if not masks and self.steps.run_whole(step.bounds):
+                self._finish(step)
+            else:
+                self.steps.compute(step.bounds)
+                if not (masks and self._pending):
+                    self.decide(step)
             self._pending.append(step)
-            if not waits:
-                self.decide(step)
 
     def wait(self) -> StepResult:
         """Wait for the oldest pending step and return its result. Raises ValueError if its plan did
@@ -164,7 +168,6 @@ class GpuExecutor:
                 assert self.steps.layout is not None
                 self.steps.masking.fetch_drafts(self.steps.layout, buffers)
             step.drafting = drafting_started, self.queue.record_event()
-        self.steps.compute(bounds)
         return step
 
     def decide(self, step: Pending) -> None:
@@ -183,8 +186,11 @@ class GpuExecutor:
             known = self.host_side.known
             step.dead_ends = self.steps.masking.mask(known, masked, step.buffers, drafts=drafts)
         self.steps.decide(bounds, rows)
+        self._finish(step)
+
+    def _finish(self, step: Pending) -> None:
         self.steps.fetch(step.buffers)
-        step.logprobs = self._logprobs.queue(plan, self.queue)
+        step.logprobs = self._logprobs.queue(step.plan, self.queue)
         step.done, step.decided = self.queue.record_event(), True
 
     def _check_bounds(self, plan: StepPlan, bounds: Bounds) -> None:
