@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning
@@ -32,6 +33,33 @@ from triton_kernels.slots.draft_batch import DraftLayout
 from triton_kernels.slots.guesses import take_guesses
 from triton_kernels.slots.state import Arena, SlotState, apply
 
+# Most runs and words of a message with new sequences that a graph applies: a dozen of them.
+_INBOX_RUNS, _INBOX_WORDS = 256, 16384
+
+
+class Inbox(NamedTuple):
+    """Device memory for a message with up to `first` and `second` runs (see `SlotUpdate.write`)."""
+
+    words: Tensor
+    first: int
+    second: int
+
+    @classmethod
+    def allocate(cls, first: int, second: int, more: int, device: torch.device) -> Inbox:
+        """Return an inbox with a word for each second run, and `more` words."""
+        words = torch.zeros(3 * first + 4 * second + more, dtype=torch.int32, device=device)
+        return cls(words, first, second)
+
+    def holds(self, message: SlotUpdate) -> bool:
+        first, second = message.num_runs()
+        fits = first <= self.first and second <= self.second
+        return fits and 3 * (self.first + self.second) + message.num_words() <= len(self.words)
+
+    def apply(self, arena: Tensor) -> None:
+        """Apply the message, with empty runs."""
+        apply(self.words, arena, 0, self.first)
+        apply(self.words, arena, self.first, self.second)
+
 
 class HostBuffers:
     """Pinned host memory of one pending step. Each pending step has its own, because the next
@@ -39,8 +67,8 @@ class HostBuffers:
 
     def __init__(self) -> None:
         empty = torch.zeros(0, dtype=torch.int32)
-        self.work = self.message = self.appended = empty
-        self.result = self.drafts = self.masks = empty
+        self.work = self.result = self.drafts = self.masks = empty
+        self.messages = [empty] * 3  # for both inboxes, and for one of any size
 
 
 @dataclass
@@ -98,9 +126,10 @@ class DeviceSteps:
                 (None, None) if draft is None else self._passes_of_draft(draft, sizes.vocab)
             )
             self.target_pass, self.kv = self._pass_of_target(target, self.draft_passes)
-            self._inbox = torch.zeros(0, dtype=torch.int32, device=target.device)
-            self._max_appended = sizes.slots
-            self._appended = self._inbox.new_zeros(4 * sizes.slots)  # three words and a block each
+            self._inboxes = [  # for appended blocks, and with new sequences
+                Inbox.allocate(first, sizes.slots, words, target.device)
+                for first, words in ((0, 0), (_INBOX_RUNS, _INBOX_WORDS))
+            ]
             self.masking = Masking(
                 self.target_pass, self.queue, limits.max_num_seqs, limits.max_drafts
             )
@@ -117,44 +146,44 @@ class DeviceSteps:
         buffers.work.numpy()[:] = message.work
         self.state.work.copy_(buffers.work, non_blocking=True)
         first, second = message.num_runs()
-        if not first and second <= self._max_appended:
-            if second:
-                self._append_blocks(message, buffers)
-            return  # as in most steps
-        words = message.num_words()
-        if words > len(buffers.message):
-            buffers.message = self.queue.staging(2 * words)
-        if words > len(self._inbox):
-            self._inbox = self._inbox.new_zeros(2 * words)
-        message.write(buffers.message.numpy(), first + second)
-        self._inbox[:words].copy_(buffers.message[:words], non_blocking=True)
-        apply(self._inbox, self._arena.words, 0, first)
-        apply(self._inbox, self._arena.words, first, second)
+        if not (first or second):
+            return
+        number = next((i for i, inbox in enumerate(self._inboxes) if inbox.holds(message)), None)
+        if number is None:  # many new sequences, or long ones
+            inbox = Inbox.allocate(first, second, message.num_words(), self._arena.words.device)
+            staged = buffers.messages[-1] = self.queue.staging(len(inbox.words))
+        else:
+            inbox = self._inboxes[number]
+            if not len(buffers.messages[number]):
+                buffers.messages[number] = self.queue.staging(len(inbox.words))
+            staged = buffers.messages[number]
+        message.write(staged.numpy(), inbox.first, inbox.second)
+        inbox.words.copy_(staged, non_blocking=True)
+        if number is None:
+            inbox.apply(self._arena.words)
+        else:
+            self._apply(number, self.queue)
 
-    def _append_blocks(self, message: SlotUpdate, buffers: HostBuffers) -> None:
-        """Apply a message of appended blocks alone, by a graph, because the host needs longer to
-        launch a kernel."""
-        if not len(buffers.appended):
-            buffers.appended = self.queue.staging(len(self._appended))
-        message.write(buffers.appended.numpy(), self._max_appended)
-        self._appended.copy_(buffers.appended, non_blocking=True)
-        self.apply_appended(self.queue)
+    def apply_messages(self, device: Device) -> None:
+        """Apply a message of each captured size."""
+        for number in range(len(self._inboxes)):
+            self._apply(number, device)
 
-    def apply_appended(self, device: Device) -> None:
-        """Queue the runs of `_append_blocks`."""
-        runs = self._appended, self._arena.words, 0, self._max_appended
-        device.run(("append",), partial(apply, *runs))
+    def _apply(self, number: int, device: Device) -> None:
+        # A graph, because the host needs longer to launch two kernels.
+        apply = partial(self._inboxes[number].apply, self._arena.words)
+        device.run(("message", number), apply)
 
     def fetch(self, buffers: HostBuffers) -> None:
         """Queue the copy of the step's result to the host."""
-        result = self.target_pass.result.view(-1)
+        result = self.target_pass.flat_result
         if not len(buffers.result):
             buffers.result = self.queue.staging(len(result))
         self.queue.fetch(result, buffers.result)
 
     def rows(self, buffers: HostBuffers) -> np.ndarray:
         """Return the result's rows, one per slot; valid until the buffers are reused."""
-        return buffers.result.numpy().reshape(self.target_pass.result.shape)
+        return buffers.result.numpy().reshape(self.state.work.shape[1], -1)
 
     def zero_blocks(self, block_ids: np.ndarray) -> None:
         """Zero blocks that held non-finite values, in every cache."""

@@ -4,6 +4,9 @@ Penalties, biases and token restrictions are lists for the sampling kernels."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
+from operator import add
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -62,24 +65,26 @@ class SlotUpdate:
         return first, sum(len(to) for to, _ in self._scattered)
 
     def num_words(self) -> int:
-        words = self._runs + self._words + self._scattered
-        return 3 * sum(self.num_runs()) + sum(len(values) for _, values in words)
+        """Return the number of words that runs copy."""
+        return sum(len(values) for _, values in self._runs + self._words + self._scattered)
 
-    def write(self, out: Words, num_runs: int) -> None:
-        """Fill the first words of `out`. Runs beyond those of the message, up to `num_runs`, are
-        empty."""
-        runs, at = out[: 3 * num_runs].reshape(-1, 3), 3 * num_runs
-        runs[sum(self.num_runs()) :] = 0
-        row = 0
+    def write(self, out: Words, first: int, second: int) -> None:
+        """Fill `out`, which begins with places for `first` and `second` runs. Places that the
+        message does not need get empty runs."""
+        at = 3 * (first + second)
+        runs, row = out[:at].reshape(-1, 3), 0
+        runs[:] = 0
         for to, words in self._runs:
             runs[row] = to, at, len(words)
             out[at : at + len(words)] = words
             row, at = row + 1, at + len(words)
-        for to_many, words in self._words + self._scattered:
-            part = runs[row : row + len(words)]
-            part[:, 0], part[:, 1], part[:, 2] = to_many, at + np.arange(len(words)), 1
-            out[at : at + len(words)] = words
-            row, at = row + len(words), at + len(words)
+        for start, parts in ((row, self._words), (first, self._scattered)):
+            for to_many, words in parts:
+                end = start + len(words)
+                runs[start:end, 0], runs[start:end, 2] = to_many, 1
+                runs[start:end, 1] = range(at, at + len(words))
+                out[at : at + len(words)] = words
+                start, at = end, at + len(words)
 
 
 Flags = NDArray[np.bool_]
@@ -87,6 +92,7 @@ Flags = NDArray[np.bool_]
 _INTS = ("num_tokens", "kv_len", "draft_kv_len", "max_total", "failed", "modes", "top_k")
 _FLOATS = ("temperatures", "top_p", "min_p")
 _LONGS = ("keys", "choices")
+_VALUES = Struct("=7i3f3q")
 
 
 class Bounds(NamedTuple):
@@ -174,31 +180,31 @@ class HostSlots:
 
     def _bounds(self, plan: StepPlan, new: Words, draft_plan: DraftPlan) -> Bounds:
         """Return the bounds of a step with `new` known tokens per row."""
-        slots, (model, catch_up, looked_up, guesses) = plan.slots, draft_plan
-        total, most = np.add.reduce, np.maximum.reduce
-        drafts = model + looked_up if guesses else model
+        # Lists, because numpy takes longer to add up so few numbers.
+        slots, looked_up = plan.slots, draft_plan.looked_up if draft_plan.guesses else None
+        known, model, catch_up = new.tolist(), draft_plan.model.tolist(), draft_plan.catch_up
+        first_pass = (catch_up + (draft_plan.model > 0)).tolist()
+        drafts = model if looked_up is None else (draft_plan.model + looked_up).tolist()
         bounds = Bounds(
-            tokens=int(total(new)),
-            longest=int(most(new, initial=0)),
+            tokens=sum(known),
+            longest=max(known, default=0),
             logits=_count(plan.wants_logits),
             shaped=_count(self.shaped[slots]) > 0,
             filtered=_count(self._filtered[slots]) > 0,
         )
-        if not (_count(drafts) or _count(catch_up)):
+        if not (any(drafts) or any(first_pass)):
             return bounds
-        deep = model > 0
-        first_pass = catch_up + deep
         return bounds._replace(
-            tokens=bounds.tokens + int(total(drafts)),
-            longest=int(most(new + drafts, initial=0)),
-            logits=bounds.logits + int(total(drafts * plan.wants_logits)),
-            catch_up=int(total(first_pass)),
-            longest_catch_up=int(most(first_pass, initial=0)),
-            draft_rows=_count(deep),
-            depth=int(most(model, initial=0)),
-            drafting=_count(first_pass) > 0,
-            looked_up=int(most(looked_up, initial=0)) if guesses else 0,
-            rejection_sampled=_count(self._samples_drafts[slots] & deep) > 0,
+            tokens=bounds.tokens + sum(drafts),
+            longest=max(map(add, known, drafts)),
+            logits=bounds.logits + sum(compress(drafts, plan.wants_logits.tolist())),
+            catch_up=sum(first_pass),
+            longest_catch_up=max(first_pass),
+            draft_rows=len(model) - model.count(0),
+            depth=max(model),
+            drafting=any(first_pass),
+            looked_up=0 if looked_up is None else max(looked_up.tolist()),
+            rejection_sampled=_count(self._samples_drafts[slots] & (draft_plan.model > 0)) > 0,
         )
 
     def _admit(self, a: NewSequence, message: SlotUpdate) -> None:
@@ -242,11 +248,9 @@ class HostSlots:
         )
         tokens, kv, draft_kv = len(a.tokens), a.kv_len_tokens, a.draft_kv_len_tokens
         ints = tokens, kv, draft_kv, a.max_total_tokens, 0, mode, top_k
-        floats = np.array([params.logits_divisor, top_p, params.min_p], dtype=np.float32)
-        longs = np.array([*split_seed(a.seed), a.choice], dtype=np.int64)
-        words = np.concatenate(
-            [np.array(ints, dtype=np.int32), floats.view(np.int32), longs.view(np.int32)]
-        )
+        floats = params.logits_divisor, top_p, params.min_p
+        values = _VALUES.pack(*ints, *floats, *split_seed(a.seed), a.choice)
+        words = np.frombuffer(values, dtype=np.int32)
         message.put_words(self._words + slot * self._strides, words)
 
     @staticmethod

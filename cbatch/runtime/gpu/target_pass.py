@@ -67,7 +67,8 @@ class TargetPass:
         memory = torch.zeros(self.max_logits, aligned(vocab), dtype=decoder.dtype, device=device)
         self.logits = memory[:, :vocab]
         width = NUM_FIELDS + 1 + max_drafts
-        self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
+        self.flat_result = torch.zeros(slots * width, dtype=torch.int32, device=device)
+        self.result = self.flat_result.view(slots, width)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def compute(self, device: Device, tokens: int, longest: int) -> None:

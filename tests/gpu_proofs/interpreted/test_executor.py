@@ -366,10 +366,10 @@ def reading(patch: pytest.MonkeyPatch) -> None:
 
 def one_message(patch: pytest.MonkeyPatch) -> None:
     """Broken: all messages are written to the same memory."""
-    real, memory = DeviceSteps.send, torch.zeros(9999, dtype=torch.int32)
+    real, memory = DeviceSteps.send, device_steps.HostBuffers().messages
 
     def send(steps: Any, message: Any, buffers: Any) -> None:
-        buffers.message = memory
+        buffers.messages = memory
         real(steps, message, buffers)
 
     patch.setattr(DeviceSteps, "send", send)
