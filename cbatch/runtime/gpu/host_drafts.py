@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
@@ -88,16 +87,12 @@ class KnownTokens(InputBatch):
         rows[:, 1] = iota(len(rows)) - (counts.cumsum() - counts).repeat(counts)
         dead_ends, start = {}, 0
         for i, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
-            logits = torch.zeros(count, self.vocab_size)
-            with errors_of_row(slot, int(self.generation[slot])):
-                dead_ends_of_row = self.logits_processors.shape_runs(
-                    logits, slots[i : i + 1], iota(1), num_drafted[i : i + 1], drafts[i : i + 1]
-                )
-            if dead_ends_of_row:
-                dead_ends[slot] = dead_ends_of_row[0]
-            bits = np.packbits(logits.numpy() == 0, axis=1, bitorder="little")
+            row_drafts = drafts[i, : count - 1].tolist()
             bytes_ = rows[start : start + count, 2:].view(np.uint8)
-            bytes_[:, : bits.shape[1]] = bits
+            with errors_of_row(slot, int(self.generation[slot])):
+                dead_end = self.logits_processors.mask_run(slot, row_drafts, bytes_)
+            if dead_end is not None:
+                dead_ends[slot] = dead_end
             start += count
         return Masks(rows, dead_ends)
 
