@@ -122,8 +122,8 @@ class HostSlots:
         self._generation = np.full(count, -1, dtype=np.int32)
         self._samples_drafts: Flags = np.zeros(count, dtype=np.bool_)  # verified by rejection
         words = [places[name] for name in (*_INTS, *_FLOATS, *_LONGS)]
-        each = [(offset + i, stride) for offset, stride in words for i in range(stride)]
-        self._words, self._strides = np.array(each, dtype=np.int32).T
+        word_places = [(offset + i, stride) for offset, stride in words for i in range(stride)]
+        self._words, self._strides = np.array(word_places, dtype=np.int32).T
         self.shaped: Flags = np.zeros(count, dtype=np.bool_)
         self._filtered: Flags = np.zeros(count, dtype=np.bool_)
         # Slots whose lists on the device are not neutral.
