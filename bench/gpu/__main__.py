@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.gpu import correctness, engine, kernels, models, report, sweep, timing
+from bench.gpu import correctness, engine, host, kernels, models, report, sweep, timing
 from bench.gpu.cells import FILE, NOT_REACHED, Bench, Cell
 from bench.gpu.timing import SMALLER
 from bench.report import print_table
@@ -34,12 +34,13 @@ _CLOCKS = "timestamp,clocks.sm,power.draw,clocks_event_reasons.active"
 
 class Section(NamedTuple):
     """A section and its time limits. One that has less than `min_s` is left out; earlier sections
-    leave that time for a `needed` section."""
+    leave that time for a `needed` section. One that runs `anywhere` needs no GPU."""
 
     cells: Callable[[Bench], Iterable[Cell]]
     min_s: float
     max_s: float
     needed: bool = False
+    anywhere: bool = False
 
 
 SECTIONS = {
@@ -51,6 +52,7 @@ SECTIONS = {
     "models": Section(models.cells, 20, 240),
     "engine-1b": Section(functools.partial(engine.cells, model=SMALLER), 25, 150),
     "sweep": Section(sweep.cells, 40, 600),
+    "host": Section(host.cells, 30, 120, anywhere=True),
 }
 
 
@@ -157,7 +159,7 @@ def run_child(name: str, args: argparse.Namespace) -> None:
     commit = {"commit": args.commit} if args.commit else {}
     bench.about = bench.describe() | commit | bench.about
     cells = SECTIONS[name].cells(bench)
-    if bench.full:
+    if bench.full or SECTIONS[name].anywhere:
         bench.measure(name, cells)
     else:
         rows = {cell.key: cell.labels | {"status": "unmeasured: no GPU"} for cell in cells}

@@ -25,6 +25,10 @@ _COLUMNS = {  # by kind of row: the columns of its table
         "model", "drafter", "numerics", "lookahead", "batch", "tokens_per_s", "over_off",
         "equal_texts",
     ),
+    "host time": (
+        "lookahead", "requests", "host_us", "plan_us", "submit_us", "wait_us", "commit_us",
+        "tokens", "us_per_token", "graphs",
+    ),
     "tests by outcome": ("outcome", "tests"),
     "kernels of a step": (
         "model", "lookahead", "sampling", "batch", "implementation", "us", "calls", "kernel",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         text = shown(done[prompt].text.strip("\n"), console.file)
         _print_marked(console, Syntax("", "python", background_color="default").highlight(text))
     # The runs below add to the engine's statistics.
-    watched = _run_of(info, copy.deepcopy(engine.stats), at_once, done.values(), elapsed_s)
+    watched = _run_of(info, engine.stats, at_once, done.values(), elapsed_s)
     with console.status("measuring what speculation gains"):
         runs = [watched, *_compare_speculation(engine, info, console, prompts, params)]
     print_summary(watched, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from contextlib import ExitStack
 
@@ -51,7 +52,7 @@ class Engine:
         self.core = core
         self.tokenizer = tokenizer
         self.default_params = default_params or SamplingParams()
-        self.stats = EngineStats()
+        self._stats = EngineStats()  # with the speculation of choices that have ended
         self._seeds = Seeds(seed)
         self._live: dict[str, LiveChoice] = {}  # by the core's request id
         self._groups: dict[str, list[str]] = {}  # caller's request id: core ids of live choices
@@ -61,6 +62,15 @@ class Engine:
     @property
     def scheduler(self) -> Scheduler:
         return self.core.scheduler
+
+    @property
+    def stats(self) -> EngineStats:
+        """Return the totals so far. Each running choice counts for itself, so that steps take no
+        time for it."""
+        stats = copy.deepcopy(self._stats)
+        for live in self._live.values():
+            stats.speculation.merge(live.speculation)
+        return stats
 
     @property
     def has_work(self) -> bool:
@@ -130,7 +140,7 @@ class Engine:
     def step(self) -> list[Output]:
         outputs, self._ready = self._ready, []
         step = self.core.step()
-        self.stats.steps += step.times is not None
+        self._stats.steps += step.times is not None
         for core_id, entry in step.logprobs:
             if core_id in self._live:
                 self._live[core_id].on_logprobs(entry)
@@ -138,10 +148,8 @@ class Engine:
             live = self._live.get(row.request_id)
             if live is None:
                 continue  # a stop string or the caller ended the choice while this step ran
-            if live.num_tokens and row.tokens:
-                self.stats.speculation.observe(row.num_drafted, row.num_accepted)
             output = live.extend(row)
-            self.stats.output_tokens += len(output.token_ids)
+            self._stats.output_tokens += len(output.token_ids)
             if output.finished is not None:
                 self._forget(row.request_id)
                 if row.finish_reason is None:
@@ -153,6 +161,7 @@ class Engine:
 
     def _forget(self, core_id: str) -> LiveChoice:
         live = self._live.pop(core_id)
+        self._stats.speculation.merge(live.speculation)
         siblings = self._groups[live.group_id]
         siblings.remove(core_id)
         if not siblings:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
+
 from cbatch.core.scheduler.executor import Executor, OverlappedExecutor, RowError
 from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
@@ -49,6 +51,9 @@ class StepLoop:
         self._clock = clock
         self._in_flight: StepPlan | None = None  # depth 1: plan of the running step
         self._sequence_of_slot: dict[int, tuple[int, str]] = {}  # by slot: generation, request id
+        # Rows of the plan that was reported last: the same array and the same requests until the
+        # rows of a step change.
+        self._last_rows: tuple[np.ndarray, set[str]] = np.zeros(0, dtype=np.int32), set()
         self._num_faults = 0  # since the last committed token
         self._suspects: set[str] = set()
         self.plan_s = self.commit_s = 0.0  # total seconds in the scheduler's `plan` and `commit`
@@ -118,9 +123,16 @@ class StepLoop:
         return commit
 
     def _report_in_flight(self, *plans: StepPlan | None) -> None:
-        if self.on_in_flight is not None:
-            rows = (self._requests_of(plan) for plan in plans if plan is not None)
-            self.on_in_flight(set().union(*rows))
+        if self.on_in_flight is None:
+            return
+        rows = []
+        for plan in plans:
+            if plan is not None:
+                if plan.generations is not self._last_rows[0]:
+                    self._last_rows = plan.generations, self._requests_of(plan)
+                rows.append(self._last_rows[1])
+        same = rows and all(each is rows[0] for each in rows)
+        self.on_in_flight(rows[0] if same else set().union(*rows))
 
     def _recover(self, fault: _Fault) -> None:
         self._in_flight = None

@@ -140,7 +140,7 @@ class LiveChoice:
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, params, request.prompt, mark_ids=mark_ids)
         self._text: list[str] = []
-        self._speculation = Speculation()
+        self.speculation = Speculation()
         self._wants_logprobs = params.logprobs is not None
         self._logprobs: list[TokenLogprob] = []
         self._entry: TokenLogprobs | None = None  # for the tokens of the next `extend`
@@ -171,7 +171,7 @@ class LiveChoice:
             return Output(self.group_id, self.request.choice, rest, (), finished=choice)
         entry, self._entry, tokens = self._entry, None, row.tokens
         if self.num_tokens:
-            self._speculation.observe(row.num_drafted, row.num_accepted)
+            self.speculation.observe(row.num_drafted, row.num_accepted)
         text, keep_tokens, rest = "", None, ""
         if self._stream:
             text, keep_tokens = self._stream.push(self._without_stop(row))
@@ -235,7 +235,7 @@ class LiveChoice:
             token_ids=tuple(self._tokens),
             finish_reason=reason,
             error=error,
-            speculation=self._speculation,
+            speculation=self.speculation,
             logprobs=tuple(self._logprobs) if has_logprobs else None,
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             stop_string=self._stream.stop_string if self._stream else None,

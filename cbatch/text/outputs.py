@@ -38,9 +38,10 @@ class Speculation(msgspec.Struct):
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.steps += 1
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-        self.rejections += accepted < drafted
+        if drafted:
+            self.drafted_tokens += drafted
+            self.accepted_tokens += accepted
+            self.rejections += accepted < drafted
         self.k_histogram[drafted] = self.k_histogram.get(drafted, 0) + 1
 
     def merge(self, other: Speculation) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu import __main__ as command
-from bench.gpu import correctness, engine, models, report
+from bench.gpu import correctness, engine, host, models, report
 from bench.gpu.cells import FAULT_EXIT, Bench, Cell, NotAvailable, Row
 from bench.gpu.inputs import ROWS, VOCAB, profiles, recorded_logits
 from bench.gpu.sweep import WORKLOADS, best_tiles, table_of
@@ -145,7 +145,7 @@ def test_sections_share_the_time(
     out = tmp_path / "out"
     assert command.main(["--out", str(out), "--triton-cache", str(tmp_path / "none.txz")]) == 0
     assert given == {"ceilings": 40, "engine": 208, "correctness": 20, "kernels": 20}
-    left_out = {"models", "engine-1b", "sweep"}
+    left_out = {"models", "engine-1b", "sweep", "host"}
     assert {
         row["section"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     } == left_out
@@ -169,6 +169,14 @@ def test_peers_that_are_none_are_refused(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         command.parse(["--out", str(tmp_path), "--peers", str(tmp_path)])
     assert "holds neither vllm/ nor vllm.txz" in capsys.readouterr().err
+
+
+def test_the_section_of_the_host_leaves_a_row_per_line_and_needs_no_device(tmp_path: Path) -> None:
+    made = {"lookahead": "off", "requests": "stay", "host_us": 300.0}
+    assert host.run(Bench(tmp_path), [sys.executable, "-c", f"print({json.dumps(made)!r})"])
+    (row,) = Bench(tmp_path).rows
+    assert report.tables([row])["host time"][0]["host_us"] == 300.0
+    assert [name for name, each in command.SECTIONS.items() if each.anywhere] == ["host"]
 
 
 # --- workloads, limits and tables -----------------------------------------------------------------

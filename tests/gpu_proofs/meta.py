@@ -51,7 +51,7 @@ class MetaDevice(Device):
     captures = True
 
     def __init__(self) -> None:
-        self.captured: list[Hashable] = []
+        self.captured: dict[Hashable, None] = {}
         self.missed: list[Any] = []
         self.replayed: Counter[Any] = Counter()
 
@@ -66,7 +66,7 @@ class MetaDevice(Device):
         assert key not in self.captured, f"{key} is captured again"
         function()
         function()
-        self.captured.append(key)
+        self.captured[key] = None
 
     def fetch(self, source: Tensor, to: Tensor) -> None:
         assert source.device == META and source.shape == to.shape

@@ -68,6 +68,8 @@ def slow_text(output: list[int]) -> str:
 def allowed_by(structured: Structured) -> set[int]:
     row = torch.zeros(PADDED)
     structured.shape(row)
+    bits = np.packbits(row.numpy() == 0, bitorder="little")
+    assert structured.allowed_bits().tobytes() == bits.tobytes()
     return set((row == 0).nonzero()[:, 0].tolist())
 
 

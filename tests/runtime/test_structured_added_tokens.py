@@ -97,6 +97,8 @@ def test_a_text_is_written_in_plain_tokens(way: str, kind: str) -> None:
     while known.eos not in output:
         row = torch.zeros(known.size)
         structured.shape(row)
+        bits = np.packbits(row.numpy() == 0, bitorder="little")
+        assert structured.allowed_bits().tobytes() == bits.tobytes()
         allowed = (row == 0).nonzero()[:, 0].tolist()
         assert allowed and not known.added & set(allowed) - {known.eos}, known.text(output)
         assert all(structured.num_allowed([i]) for i in allowed if i != known.eos)

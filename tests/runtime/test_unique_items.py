@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,8 @@ def outputs(schema: Any, seed: int) -> tuple[list[int], Structured]:
     while EOS not in output:
         row = torch.zeros(VOCAB)
         structured.shape(row)
+        bits = np.packbits(row.numpy() == 0, bitorder="little")
+        assert structured.allowed_bits().tobytes() == bits.tobytes()
         ids = (row == 0).nonzero()[:, 0].tolist()
         assert ids, f"a dead end after {TOKENIZER.decode(output)}"
         output.append(rng.choices(ids, [20 if i == EOS else 1 for i in ids])[0])

@@ -67,11 +67,13 @@ class RobustFit:
         """Return the most likely prices within the bounds. A price that leaves them is set to its
         bound, and the others change as they do with it."""
         within: np.ndarray = np.minimum(np.maximum(prices, self._lowest), self._highest)
-        for i in (within != prices).nonzero()[0].tolist():
+        outside = (within != prices).nonzero()[0].tolist()
+        if not outside:
+            return within
+        for i in outside:
             variance = max(self._covariance[i, i], _MIN_S**2)
             prices = prices + self._covariance[:, i] * ((within[i] - prices[i]) / variance)
-        within = np.minimum(np.maximum(prices, self._lowest), self._highest)
-        return within
+        return np.minimum(np.maximum(prices, self._lowest), self._highest)  # type: ignore[no-any-return]
 
     def variance(self, shares: np.ndarray) -> float:
         """Return the variance of the logarithm of a duration with these shares of prices, relative

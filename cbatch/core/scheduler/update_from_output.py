@@ -107,7 +107,9 @@ class CommittedStep:
         self.plan, self.result = planned.plan, result
         self.owners, self.rows = planned.owners, planned.rows
         if planned.cancelled_slots:
-            self._keep_rows(~np.isin(planned.plan.slots, planned.cancelled_slots))
+            runs = table.trues.copy()  # by slot; `np.isin` would take ten times as long
+            runs[planned.cancelled_slots] = False
+            self._keep_rows(runs[planned.plan.slots])
         self.slots, self.tokens = self.plan.slots, self.result.tokens
         self.num_drafted, self.num_accepted = self.result.num_drafted, self.result.num_accepted
         self.evidence = self.result.expected_accepted

@@ -9,14 +9,13 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from itertools import product
 
-import numpy as np
 import torch
 
 from cbatch.core.request.request import SamplingParams
-from cbatch.runtime.gpu.device import CallbackDevice, Device, ladder
-from cbatch.runtime.gpu.device_steps import DeviceSteps, HostBuffers
+from cbatch.runtime.gpu.device import CallbackDevice, Device, bucket, ladder
+from cbatch.runtime.gpu.device_steps import DeviceSteps
 from cbatch.runtime.gpu.host_drafts import HostSide
-from cbatch.runtime.gpu.slots import SlotUpdate, shapes_logits
+from cbatch.runtime.gpu.slots import shapes_logits
 from cbatch.runtime.gpu.target_pass import MODEL_FEATURES, PLAIN, SamplingFeatures
 from triton_kernels.build import ahead
 from triton_kernels.products.dense import MANY_ROWS
@@ -89,7 +88,6 @@ class StepCapture:
 
     def __init__(self, steps: DeviceSteps, host_side: HostSide) -> None:
         self._steps, self._host_side = steps, host_side
-        self._buffers = HostBuffers()
         self.background_kernels = UncompiledKernels()
 
     def capture(self, now: frozenset[str] = frozenset(GROUPS)) -> None:
@@ -118,16 +116,15 @@ class StepCapture:
             by_groups[frozenset()] |= queue.kernels_of(run_all)
             self.background_kernels = UncompiledKernels(by_groups)
             _logger.info("capturing steps")
-            self.run_all(CallbackDevice(capture), ladder)
+            sizes = partial(ladder, max_tokens=self._steps.captured_tokens)
+            self.run_all(CallbackDevice(capture), sizes)
             queue.deferred = deferred
             queue.synchronize()
 
     def run_all(self, device: Device, sizes: Callable[[int], list[int]]) -> None:
         """Run every kind of step, without slots. `sizes` maps a largest count to those to run."""
         steps, limits = self._steps, self._steps.limits
-        message = SlotUpdate(steps.places)
-        message.put_all("work", np.zeros(steps.state.work.shape, dtype=np.int32))
-        steps.send(message, self._buffers)
+        steps.apply_messages(device)
         lengths = steps.target_pass.attention.lengths
         for count, longest in product(sizes(limits.max_num_batched_tokens), lengths):
             steps.target_pass.compute(device, count, longest)
@@ -156,6 +153,9 @@ class StepCapture:
                     # A row with a draft has at least two rows of logits.
                     features = features._replace(shaped=shaped, filtered=filtered)
                     steps.target_pass.decide(device, count, features)
+                    if steps.joins_parts and not shaped:
+                        tokens = bucket(count, limits.max_num_batched_tokens)
+                        steps.target_pass.run_whole(device, tokens, count, features)
 
 
 def _smallest(largest: int) -> list[int]:

@@ -6,6 +6,7 @@ of buffers are padded to a multiple of 16 elements."""
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -17,18 +18,15 @@ from triton_kernels.build import ahead
 SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _LARGE_STEP = 128
 _ROUND_TO = 16
-# Most tokens of a captured step. The device runs larger steps for longer than the host needs to
-# queue them.
-MAX_CAPTURED_TOKENS = SMALL[-1]
 
 
 def bucket(count: int, largest: int) -> int:
     """Return the smallest bucket >= `count`, capped at `largest`; 0 for a count of 0."""
     if count <= 0:
         return 0
-    if count > MAX_CAPTURED_TOKENS:
+    if count > SMALL[-1]:
         return min(-(-count // _LARGE_STEP) * _LARGE_STEP, largest)
-    return min(next(b for b in SMALL if b >= count), largest)
+    return min(SMALL[bisect_left(SMALL, count)], largest)
 
 
 def aligned(count: int) -> int:
@@ -37,11 +35,12 @@ def aligned(count: int) -> int:
     return -(-count // _ROUND_TO) * _ROUND_TO
 
 
-def ladder(largest: int) -> list[int]:
-    """Return every captured bucket for counts up to `largest`, in descending order, so that smaller
-    graphs reuse the memory that the largest one allocated."""
-    buckets = {bucket(count, largest) for count in (*SMALL, largest) if count <= largest}
-    return sorted((b for b in buckets if b <= MAX_CAPTURED_TOKENS), reverse=True)
+def ladder(largest: int, max_tokens: int = SMALL[-1]) -> list[int]:
+    """Return every bucket up to `max_tokens` for counts up to `largest`, in descending order, so
+    that smaller graphs reuse the memory that the largest one allocated."""
+    counts = (*SMALL, *range(SMALL[-1], largest, _LARGE_STEP), largest)
+    buckets = {bucket(count, largest) for count in counts if count <= largest}
+    return sorted((b for b in buckets if b <= max_tokens), reverse=True)
 
 
 class QueueEvent:

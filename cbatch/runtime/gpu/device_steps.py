@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.runtime.gpu.attention import PagedAttention, Tuning
@@ -21,7 +23,7 @@ from cbatch.runtime.gpu.draft_pass import (
 )
 from cbatch.runtime.gpu.heads import FIRST_KEY, GpuEagleHead, GpuHead, GpuMedusaHead
 from cbatch.runtime.gpu.host_drafts import I32, KnownTokens
-from cbatch.runtime.gpu.memory import Draft, StepLimits, kv_scales
+from cbatch.runtime.gpu.memory import Draft, StepLimits, host_binds, kv_scales
 from cbatch.runtime.gpu.slots import Bounds, SlotUpdate
 from cbatch.runtime.gpu.target_pass import SamplingFeatures, TargetPass
 from cbatch.runtime.kv_cache import KVCache
@@ -31,6 +33,33 @@ from triton_kernels.slots.draft_batch import DraftLayout
 from triton_kernels.slots.guesses import take_guesses
 from triton_kernels.slots.state import Arena, SlotState, apply
 
+# Most runs and words of a message with new sequences that a graph applies: a dozen of them.
+_INBOX_RUNS, _INBOX_WORDS = 256, 16384
+
+
+class Inbox(NamedTuple):
+    """Device memory for a message with up to `first` and `second` runs (see `SlotUpdate.write`)."""
+
+    words: Tensor
+    first: int
+    second: int
+
+    @classmethod
+    def allocate(cls, first: int, second: int, more: int, device: torch.device) -> Inbox:
+        """Return an inbox with a word for each second run, and `more` words."""
+        words = torch.zeros(3 * first + 4 * second + more, dtype=torch.int32, device=device)
+        return cls(words, first, second)
+
+    def holds(self, message: SlotUpdate) -> bool:
+        first, second = message.num_runs()
+        fits = first <= self.first and second <= self.second
+        return fits and 3 * (self.first + self.second) + message.num_words() <= len(self.words)
+
+    def apply(self, arena: Tensor) -> None:
+        """Apply the message, with empty runs."""
+        apply(self.words, arena, 0, self.first)
+        apply(self.words, arena, self.first, self.second)
+
 
 class HostBuffers:
     """Pinned host memory of one pending step. Each pending step has its own, because the next
@@ -38,7 +67,8 @@ class HostBuffers:
 
     def __init__(self) -> None:
         empty = torch.zeros(0, dtype=torch.int32)
-        self.message = self.result = self.drafts = self.masks = empty
+        self.work = self.result = self.drafts = self.masks = empty
+        self.messages = [empty] * 3  # for both inboxes, and for one of any size
 
 
 @dataclass
@@ -82,6 +112,8 @@ class DeviceSteps:
         self.limits, self.queue = limits, device_for(target.device)
         self._num_blocks, self._kv_dtype, self._tuning = num_blocks, kv_dtype, tuning
         self.sizes = sizes = limits.arena_of(target.config)
+        self.joins_parts = host_binds(target.config)
+        self.captured_tokens = limits.captured_tokens(target.config)
         with torch.inference_mode(), self.queue.working():
             self._arena = Arena.allocate(sizes, target.device)
             self.places = self._arena.places
@@ -94,7 +126,10 @@ class DeviceSteps:
                 (None, None) if draft is None else self._passes_of_draft(draft, sizes.vocab)
             )
             self.target_pass, self.kv = self._pass_of_target(target, self.draft_passes)
-            self._inbox = torch.zeros(0, dtype=torch.int32, device=target.device)
+            self._inboxes = [  # for appended blocks, and with new sequences
+                Inbox.allocate(first, sizes.slots, words, target.device)
+                for first, words in ((0, 0), (_INBOX_RUNS, _INBOX_WORDS))
+            ]
             self.masking = Masking(
                 self.target_pass, self.queue, limits.max_num_seqs, limits.max_drafts
             )
@@ -106,27 +141,49 @@ class DeviceSteps:
 
     def send(self, message: SlotUpdate, buffers: HostBuffers) -> None:
         """Copy a message to the device, and apply it to the slots there."""
-        words = message.num_words()
-        if words > len(buffers.message):
-            buffers.message = self.queue.staging(2 * words)
-        if words > len(self._inbox):
-            self._inbox = self._inbox.new_zeros(2 * words)
-        message.write(buffers.message.numpy())
-        self._inbox[:words].copy_(buffers.message[:words], non_blocking=True)
+        if not len(buffers.work):
+            buffers.work = self.queue.staging(message.work.size).view(message.work.shape)
+        buffers.work.numpy()[:] = message.work
+        self.state.work.copy_(buffers.work, non_blocking=True)
         first, second = message.num_runs()
-        apply(self._inbox, self._arena.words, 0, first)
-        apply(self._inbox, self._arena.words, first, second)
+        if not (first or second):
+            return
+        number = next((i for i, inbox in enumerate(self._inboxes) if inbox.holds(message)), None)
+        if number is None:  # many new sequences, or long ones
+            inbox = Inbox.allocate(first, second, message.num_words(), self._arena.words.device)
+            staged = buffers.messages[-1] = self.queue.staging(len(inbox.words))
+        else:
+            inbox = self._inboxes[number]
+            if not len(buffers.messages[number]):
+                buffers.messages[number] = self.queue.staging(len(inbox.words))
+            staged = buffers.messages[number]
+        message.write(staged.numpy(), inbox.first, inbox.second)
+        inbox.words.copy_(staged, non_blocking=True)
+        if number is None:
+            inbox.apply(self._arena.words)
+        else:
+            self._apply(number, self.queue)
+
+    def apply_messages(self, device: Device) -> None:
+        """Apply a message of each captured size."""
+        for number in range(len(self._inboxes)):
+            self._apply(number, device)
+
+    def _apply(self, number: int, device: Device) -> None:
+        # A graph, because the host needs longer to launch two kernels.
+        apply = partial(self._inboxes[number].apply, self._arena.words)
+        device.run(("message", number), apply)
 
     def fetch(self, buffers: HostBuffers) -> None:
         """Queue the copy of the step's result to the host."""
-        result = self.target_pass.result.view(-1)
+        result = self.target_pass.flat_result
         if not len(buffers.result):
             buffers.result = self.queue.staging(len(result))
         self.queue.fetch(result, buffers.result)
 
     def rows(self, buffers: HostBuffers) -> np.ndarray:
         """Return the result's rows, one per slot; valid until the buffers are reused."""
-        return buffers.result.numpy().reshape(self.target_pass.result.shape)
+        return buffers.result.numpy().reshape(self.state.work.shape[1], -1)
 
     def zero_blocks(self, block_ids: np.ndarray) -> None:
         """Zero blocks that held non-finite values, in every cache."""
@@ -162,6 +219,22 @@ class DeviceSteps:
         tokens = bucket(bounds.tokens, self.limits.max_num_batched_tokens)
         self.target_pass.compute(self.queue, tokens, bounds.longest)
 
+    def run_whole(self, bounds: Bounds) -> bool:
+        """Queue the target's part of a step without masks as one graph; return False if there is
+        no such graph."""
+        target = self.target_pass
+        short = bounds.longest <= target.attention.short_tokens
+        if not self.joins_parts or bounds.shaped or bounds.tokens > bounds.logits or not short:
+            return False
+        rows = bucket(bounds.logits, target.max_logits)
+        tokens = bucket(rows, self.limits.max_num_batched_tokens)
+        target.run_whole(self.queue, tokens, rows, self._features(bounds))
+        return True
+
+    def _features(self, bounds: Bounds) -> SamplingFeatures:
+        sampled = bounds.rejection_sampled and self.draft_passes is not None
+        return SamplingFeatures(bounds.shaped, bounds.filtered, sampled)
+
     def find_logits(self, bounds: Bounds) -> int:
         """Queue the logits of a step, and return the number of their rows."""
         rows = bucket(bounds.logits, self.target_pass.max_logits)
@@ -170,9 +243,7 @@ class DeviceSteps:
 
     def decide(self, bounds: Bounds, rows: int) -> None:
         """Queue verification and sampling from `rows` rows of logits."""
-        sampled = bounds.rejection_sampled and self.draft_passes is not None
-        features = SamplingFeatures(bounds.shaped, bounds.filtered, sampled)
-        self.target_pass.decide(self.queue, rows, features)
+        self.target_pass.decide(self.queue, rows, self._features(bounds))
 
     def _passes_of_draft(self, draft: Draft, vocab: int) -> tuple[DraftPasses, KVCache | None]:
         """Return the draft's passes and its KV cache, None for Medusa heads, which need none.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import Hidden
-from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, Device, aligned
+from cbatch.runtime.gpu.device import Device, aligned
 from cbatch.runtime.gpu.layers import FlatTokens
 from cbatch.runtime.sampling import noise
 from triton_kernels.sampling.inputs import (
@@ -96,11 +96,7 @@ class DraftPasses:
     def ingest(self, device: Device, max_tokens: int, longest: int) -> None:
         """Queue the first pass."""
         key = "ingest", max_tokens, longest >= self.lengths[-1] > 1
-        ingest = partial(self._ingest, max_tokens, longest)
-        if max_tokens > MAX_CAPTURED_TOKENS:
-            ingest()
-        else:
-            device.run(key, ingest)
+        device.run(key, partial(self._ingest, max_tokens, longest))
 
     def draft(self, device: Device, rows: int, depth: int, shaped: bool) -> None:
         """Queue up to `depth` drafts of every row. They are one graph, because a launch costs the

@@ -17,6 +17,7 @@ from cbatch.runtime.gpu.host_drafts import DeviceModel, HostSide, LookupSettings
 from cbatch.runtime.gpu.logprobs import LogprobsReader
 from cbatch.runtime.gpu.memory import Draft, StepLimits
 from cbatch.runtime.gpu.slots import Bounds, HostSlots
+from cbatch.runtime.model.arrays import iota
 from cbatch.runtime.sampling.structured import GrammarSource
 from triton_kernels.slots import advance as fields
 
@@ -112,10 +113,14 @@ class GpuExecutor:
             raise RuntimeError(f"submit: {_MAX_PENDING} steps are under way; call wait() first")
         with self.queue.working():
             step = self._begin(plan)
-            waits = bool(self._pending) and len(self.host_side.masked(plan)) > 0
+            masks = len(self.host_side.masked(plan)) > 0
+            if not masks and self.steps.run_whole(step.bounds):
+                self._finish(step)
+            else:
+                self.steps.compute(step.bounds)
+                if not (masks and self._pending):
+                    self.decide(step)
             self._pending.append(step)
-            if not waits:
-                self.decide(step)
 
     def wait(self) -> StepResult:
         """Wait for the oldest pending step and return its result. Raises ValueError if its plan did
@@ -124,8 +129,8 @@ class GpuExecutor:
             raise RuntimeError("wait: no step was submitted; call submit(plan) first")
         step = self._pending.popleft()
         step.done.wait()
-        self._buffers.append(step.buffers)
         result = self.report(step)
+        self._buffers.append(step.buffers)
         for later in self._pending:
             if not later.decided:
                 with torch.inference_mode(), self.queue.working():
@@ -150,8 +155,8 @@ class GpuExecutor:
         started = self.queue.record_event()
         self.host_side.apply_deltas(plan.deltas)
         draft_plan = self.host_side.plan_drafts(plan, (step.plan for step in self._pending))
-        message = self._slots.update(plan, draft_plan)
-        bounds = self._checked(plan, self._slots.bounds(plan, draft_plan))
+        message, bounds = self._slots.update(plan, draft_plan)
+        self._check_bounds(plan, bounds)
         self._logprobs.apply_deltas(plan.deltas)
         buffers = self._buffers.popleft()
         self.steps.send(message, buffers)
@@ -165,7 +170,6 @@ class GpuExecutor:
                 assert self.steps.layout is not None
                 self.steps.masking.fetch_drafts(self.steps.layout, buffers)
             step.drafting = drafting_started, self.queue.record_event()
-        self.steps.compute(bounds)
         return step
 
     def decide(self, step: Pending) -> None:
@@ -184,11 +188,14 @@ class GpuExecutor:
             known = self.host_side.known
             step.dead_ends = self.steps.masking.mask(known, masked, step.buffers, drafts=drafts)
         self.steps.decide(bounds, rows)
+        self._finish(step)
+
+    def _finish(self, step: Pending) -> None:
         self.steps.fetch(step.buffers)
-        step.logprobs = self._logprobs.queue(plan, self.queue)
+        step.logprobs = self._logprobs.queue(step.plan, self.queue)
         step.done, step.decided = self.queue.record_event(), True
 
-    def _checked(self, plan: StepPlan, bounds: Bounds) -> Bounds:
+    def _check_bounds(self, plan: StepPlan, bounds: Bounds) -> None:
         for name, count, limit in (
             ("query_lens", bounds.tokens, self.limits.max_num_batched_tokens),
             ("catch_up", bounds.catch_up, self.limits.max_catch_up),
@@ -199,30 +206,29 @@ class GpuExecutor:
                     f"step {plan.step_id}: {name}: {count} is more than the {limit} that the "
                     "executor supports"
                 )
-        return bounds
 
     def report(self, step: Pending) -> StepResult:
         plan, all_rows = step.plan, self.steps.rows(step.buffers)
         self.host_side.end_dead_ends(plan, step.dead_ends, all_rows)
         rows = all_rows[plan.slots]
-        status = rows[:, fields.STATUS]
-        if (status == fields.DOES_NOT_FIT).any():
+        status, drafted, accepted, emitted = rows[:, : fields.DRAFT_KV].T.copy()
+        if np.count_nonzero(status == fields.DOES_NOT_FIT):
             raise ValueError(
                 f"step {plan.step_id}: query_lens {plan.query_lens.tolist()} do not fit the "
                 f"sequences in slots {plan.slots[status == fields.DOES_NOT_FIT].tolist()}"
             )
-        emitted, tokens = rows[:, fields.EMITTED], rows[:, fields.NUM_FIELDS :]
+        tokens = rows[:, fields.NUM_FIELDS :]
         kv_lens = self.host_side.learn(plan, rows)
         row_splits = np.zeros(len(rows) + 1, dtype=np.int32)
-        emitted.cumsum(out=row_splits[1:])
+        np.add.accumulate(emitted, out=row_splits[1:])
         draft_s, target_s = step.durations_s
         return StepResult(
             step_id=plan.step_id,
             generations=plan.generations,
-            tokens=tokens[np.arange(tokens.shape[1]) < emitted[:, None]],
+            tokens=tokens[iota(tokens.shape[1]) < emitted[:, None]],
             row_splits=row_splits,
-            num_drafted=rows[:, fields.DRAFTED].copy(),
-            num_accepted=rows[:, fields.ACCEPTED].copy(),
+            num_drafted=drafted,
+            num_accepted=accepted,
             status=status.astype(np.uint8),
             draft_s=draft_s,
             target_s=target_s,

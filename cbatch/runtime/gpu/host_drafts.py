@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from msgspec import structs
 from numpy.typing import NDArray
 
@@ -88,16 +87,12 @@ class KnownTokens(InputBatch):
         rows[:, 1] = iota(len(rows)) - (counts.cumsum() - counts).repeat(counts)
         dead_ends, start = {}, 0
         for i, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
-            logits = torch.zeros(count, self.vocab_size)
-            with errors_of_row(slot, int(self.generation[slot])):
-                dead_ends_of_row = self.logits_processors.shape_runs(
-                    logits, slots[i : i + 1], iota(1), num_drafted[i : i + 1], drafts[i : i + 1]
-                )
-            if dead_ends_of_row:
-                dead_ends[slot] = dead_ends_of_row[0]
-            bits = np.packbits(logits.numpy() == 0, axis=1, bitorder="little")
+            row_drafts = drafts[i, : count - 1].tolist()
             bytes_ = rows[start : start + count, 2:].view(np.uint8)
-            bytes_[:, : bits.shape[1]] = bits
+            with errors_of_row(slot, int(self.generation[slot])):
+                dead_end = self.logits_processors.mask_run(slot, row_drafts, bytes_)
+            if dead_end is not None:
+                dead_ends[slot] = dead_end
             start += count
         return Masks(rows, dead_ends)
 
@@ -138,13 +133,13 @@ class DraftPlan(NamedTuple):
     @classmethod
     def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
         """Let the draft model draft for every row."""
-        catch_up = plan.catch_up * (not model.is_head)
+        zeros = np.zeros(len(plan.slots), dtype=np.int32)
         drafts = np.minimum(plan.num_drafts, model.max_drafts)
-        return cls(drafts, catch_up, np.zeros_like(plan.num_drafts), {})
+        return cls(drafts, zeros if model.is_head else plan.catch_up, zeros, {})
 
     @classmethod
     def empty(cls, plan: StepPlan) -> DraftPlan:
-        zeros = np.zeros_like(plan.num_drafts)
+        zeros = np.zeros(len(plan.slots), dtype=np.int32)
         return cls(zeros, zeros, zeros, {})
 
 
@@ -318,7 +313,7 @@ class HostSide:
         """Choose the drafts of a step; steps of `pending_plans` may still emit tokens."""
         model, in_chain = self._on_device, self._in_chain[plan.slots]
         drafts = DraftPlan.empty(plan) if model is None else DraftPlan.of_model(plan, model)
-        if not in_chain.any():
+        if not np.count_nonzero(in_chain):
             return drafts
         assert self.known is not None
         ahead: I64 = np.zeros(self.known.max_num_seqs, dtype=np.int64)

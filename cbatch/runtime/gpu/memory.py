@@ -9,7 +9,7 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu.attention import Tuning, heads_of
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, aligned
+from cbatch.runtime.gpu.device import SMALL, aligned
 from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
@@ -30,7 +30,20 @@ _FP32_BYTES = 4
 LOGPROB_COPIES = 8
 
 
+# Weights of a layer up to which the host needs longer to queue the layer, 0.3 ms, than the device
+# to compute it for `_MAX_CAPTURED_TOKENS / 2` tokens.
+_SMALL_LAYER = 64 << 20
+_MAX_CAPTURED_TOKENS = 2048
+
 Draft = Decoder | GpuHead
+
+
+def host_binds(config: ModelConfig) -> bool:
+    """Return whether the host is the slower side: launches of large steps and of parts of a step
+    then cost more than their graphs."""
+    mixer = config.attention
+    width = mixer.row_width + mixer.heads * mixer.key_dim + 3 * config.widest_inner
+    return config.hidden_size * width <= _SMALL_LAYER
 
 
 class StepLimits(NamedTuple):
@@ -58,6 +71,12 @@ class StepLimits(NamedTuple):
     def max_logits(self) -> int:
         """Most rows of logits: one per token, but per slot at most one more than its drafts."""
         return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + self.max_drafts))
+
+    def captured_tokens(self, target: ModelConfig) -> int:
+        """Return the most tokens of a captured pass: every step with drafts, and if the host binds
+        steps with prompts, too."""
+        tokens = self.max_num_batched_tokens if host_binds(target) else 0
+        return max(min(tokens, _MAX_CAPTURED_TOKENS), self.max_logits, SMALL[-1])
 
     def tuning_of(self, decoder: Draft, kv_dtype: torch.dtype | None = None) -> Tuning:
         """Return attention's tuning; the KV cache is of `kv_dtype`, by default the decoder's."""
@@ -125,7 +144,7 @@ def step_memory_bytes(target: Decoder, draft: Draft | None, limits: StepLimits) 
     for decoder, tokens, rows in models:
         used += _persistent_bytes(decoder, tokens, limits)
         eager = max(eager, decoder.pass_bytes(tokens) + tokens * kept)
-        tokens = min(tokens, MAX_CAPTURED_TOKENS)
+        tokens = min(tokens, limits.captured_tokens(target.config))
         passes = decoder.pass_bytes(tokens) + tokens * kept
         captured = max(captured, passes, _decision_bytes(decoder, rows, arena))
     return used + eager + captured

@@ -4,6 +4,9 @@ Penalties, biases and token restrictions are lists for the sampling kernels."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
+from operator import add
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -24,14 +27,14 @@ Words = NDArray[np.int32]
 
 
 class SlotUpdate:
-    """Collects runs of int32 words. `write` packs them in the format that
-    `triton_kernels.slots.state.apply` reads: first those of new sequences, then runs that may
-    overwrite them."""
+    """The field `work`, int32 [6, slots], and runs of int32 words for other fields. `write` packs
+    the runs in the format that `triton_kernels.slots.state.apply` reads: first those of new
+    sequences, then words that may overwrite them."""
 
-    def __init__(self, places: dict[str, FieldPlace]) -> None:
-        self._places = places
-        self._first: list[tuple[int, Words]] = []
-        self._second: list[tuple[int, Words]] = []
+    def __init__(self, places: dict[str, FieldPlace], work: Words) -> None:
+        self._places, self.work = places, work
+        self._runs: list[tuple[int, Words]] = []
+        self._words: list[tuple[Words, Words]] = []
         self._scattered: list[tuple[Words, Words]] = []
 
     def put(self, name: str, slot: int, values: NDArray[np.generic]) -> None:
@@ -40,50 +43,57 @@ class SlotUpdate:
         words = np.ascontiguousarray(values).reshape(-1).view(np.int32)
         to = offset + slot * stride
         for start in range(0, len(words), RUN_WORDS):
-            self._first.append((to + start, words[start : start + RUN_WORDS]))
+            self._runs.append((to + start, words[start : start + RUN_WORDS]))
 
-    def put_all(self, name: str, values: NDArray[np.int32]) -> None:
-        """Set a whole field, for every slot."""
-        offset = self._places[name].offset
-        self._second.append((offset, np.ascontiguousarray(values).reshape(-1)))
+    def put_words(self, to: Words, words: Words) -> None:
+        """Set single words of the arena, which are a run each."""
+        self._words.append((to, words))
 
     def scatter(self, name: str, slots: Words, indices: Words, values: Words) -> None:
         """Set single elements; the last of several values for an element wins. Call it at most
         once per message and field, and not for a field that `put_all` sets."""
         offset, stride = self._places[name]
-        to = offset + slots.astype(np.int64) * stride + indices
-        _, last = np.unique(to[::-1], return_index=True)
-        kept = len(to) - 1 - last
-        self._scattered.append((to[kept].astype(np.int32), values[kept].astype(np.int32)))
+        to = (offset + slots.astype(np.int64) * stride + indices).astype(np.int32)
+        if len(set(to.tolist())) < len(to):
+            _, last = np.unique(to[::-1], return_index=True)
+            kept = len(to) - 1 - last
+            to, values = to[kept], values[kept]
+        self._scattered.append((to, values.astype(np.int32, copy=False)))
 
     def num_runs(self) -> tuple[int, int]:
         """Return the number of runs in each of the two parts, which `apply` writes in order."""
-        scattered = sum(len(to) for to, _ in self._scattered)
-        return len(self._first), len(self._second) + scattered
+        first = len(self._runs) + sum(len(to) for to, _ in self._words)
+        return first, sum(len(to) for to, _ in self._scattered)
 
     def num_words(self) -> int:
-        payload = sum(len(words) for _, words in self._first + self._second)
-        first, second = self.num_runs()
-        scattered = second - len(self._second)
-        return 3 * (first + second) + payload + scattered
+        """Return the number of words that runs copy."""
+        return sum(len(values) for _, values in self._runs + self._words + self._scattered)
 
-    def write(self, out: Words) -> None:
-        """Fill the first `num_words()` words of `out`."""
-        num_runs = sum(self.num_runs())
-        runs, at = out[: 3 * num_runs].reshape(-1, 3), 3 * num_runs
-        row = 0
-        for to, words in self._first + self._second:
+    def write(self, out: Words, first: int, second: int) -> None:
+        """Fill `out`, which begins with places for `first` and `second` runs. Places that the
+        message does not need get empty runs."""
+        at = 3 * (first + second)
+        runs, row = out[:at].reshape(-1, 3), 0
+        runs[:] = 0
+        for to, words in self._runs:
             runs[row] = to, at, len(words)
             out[at : at + len(words)] = words
             row, at = row + 1, at + len(words)
-        for to_many, words in self._scattered:
-            part = runs[row : row + len(words)]
-            part[:, 0], part[:, 1], part[:, 2] = to_many, at + np.arange(len(words)), 1
-            out[at : at + len(words)] = words
-            row, at = row + len(words), at + len(words)
+        for start, parts in ((row, self._words), (first, self._scattered)):
+            for to_many, words in parts:
+                end = start + len(words)
+                runs[start:end, 0], runs[start:end, 2] = to_many, 1
+                runs[start:end, 1] = range(at, at + len(words))
+                out[at : at + len(words)] = words
+                start, at = end, at + len(words)
 
 
 Flags = NDArray[np.bool_]
+# Fields with a value for each slot, by dtype, in the order of `HostSlots._put_values`.
+_INTS = ("num_tokens", "kv_len", "draft_kv_len", "max_total", "failed", "modes", "top_k")
+_FLOATS = ("temperatures", "top_p", "min_p")
+_LONGS = ("keys", "choices")
+_VALUES = Struct("=7i3f3q")
 
 
 class Bounds(NamedTuple):
@@ -93,28 +103,30 @@ class Bounds(NamedTuple):
     tokens: int
     longest: int  # most tokens of a row
     logits: int  # rows of logits
-    catch_up: int  # tokens of the draft model's first pass
-    longest_catch_up: int  # most of these tokens in a row
-    draft_rows: int  # rows for which the draft model drafts
-    depth: int  # most drafts of a row by the draft model
-    drafting: bool  # the draft model runs
-    looked_up: int  # most drafts of a row from a lookup
-    rejection_sampled: bool  # some drafts are sampled, and verified by rejection sampling
     shaped: bool  # some row has penalties, biases or token restrictions
     filtered: bool  # some row that is not greedy has top-k, top-p or min-p
+    catch_up: int = 0  # tokens of the draft model's first pass
+    longest_catch_up: int = 0  # most of these tokens in a row
+    draft_rows: int = 0  # rows for which the draft model drafts
+    depth: int = 0  # most drafts of a row by the draft model
+    drafting: bool = False  # the draft model runs
+    looked_up: int = 0  # most drafts of a row from a lookup
+    rejection_sampled: bool = False  # some drafts are sampled, and verified by rejection sampling
 
 
 class HostSlots:
-    """Occupied slots, the `generation` of each slot's sequence, and how it samples: `mode` is
-    GREEDY, REJECTION or COUPLED."""
+    """The `generation` of each slot's sequence, -1 in a free slot, and how the sequence samples."""
 
     def __init__(
         self, sizes: ArenaSizes, places: dict[str, FieldPlace], block_size: int = 1
     ) -> None:
         self._sizes, self._places, self._block_size = sizes, places, block_size
         count = sizes.slots
-        self.generation = np.zeros(count, dtype=np.int32)
-        self.mode = np.full(count, GREEDY, dtype=np.int32)
+        self._generation = np.full(count, -1, dtype=np.int32)
+        self._samples_drafts: Flags = np.zeros(count, dtype=np.bool_)  # verified by rejection
+        words = [places[name] for name in (*_INTS, *_FLOATS, *_LONGS)]
+        word_places = [(offset + i, stride) for offset, stride in words for i in range(stride)]
+        self._words, self._strides = np.array(word_places, dtype=np.int32).T
         self.shaped: Flags = np.zeros(count, dtype=np.bool_)
         self._filtered: Flags = np.zeros(count, dtype=np.bool_)
         # Slots whose lists on the device are not neutral.
@@ -122,7 +134,7 @@ class HostSlots:
         self.clear()
 
     def clear(self) -> None:
-        self._occupied: Flags = np.zeros(self._sizes.slots, dtype=np.bool_)
+        self._generation[:] = -1
         self._has_lists[:] = True  # the last message may have been applied in part
 
     def check(self, request: Request, eos_ids: tuple[int, ...]) -> None:
@@ -135,54 +147,67 @@ class HostSlots:
             new_tokens = min(p.max_tokens, sizes.tokens - len(prompt))
             check_lists(p, prompt, stop_ids, new_tokens, sizes)
 
-    def update(self, plan: StepPlan, draft_plan: DraftPlan) -> SlotUpdate:
+    def update(self, plan: StepPlan, draft_plan: DraftPlan) -> tuple[SlotUpdate, Bounds]:
         """Apply the deltas of `plan`, and return the message for the device. Raises ValueError for
         a plan that does not fit the slots, RowError for a new sequence that cannot be run here."""
-        message = SlotUpdate(self._places)
+        work = np.zeros((len(SlotWork._fields), self._sizes.slots), dtype=np.int32)
+        message = SlotUpdate(self._places, work)
         deltas = plan.deltas
         if deltas.reset:
             self.clear()
-        self._occupied[deltas.released] = False
+        if len(deltas.released):
+            self._generation[deltas.released] = -1
         for admission in deltas.new_sequences:
             with errors_of_row(admission.slot, admission.generation):
                 self._admit(admission, message)
         self._append(deltas, message)
         slots = plan.slots
-        if not (self._occupied[slots] & (self.generation[slots] == plan.generations)).all():
+        if np.count_nonzero(self._generation[slots] != plan.generations):
             raise ValueError(
                 f"step {plan.step_id}: slots {slots.tolist()} do not hold the planned generations; "
                 "send a plan with `deltas.reset` and the whole state"
             )
-        work = np.zeros((len(SlotWork._fields), self._sizes.slots), dtype=np.int32)
         fields = SlotWork()
-        work[fields.num_new_tokens, slots] = plan.query_lens - plan.num_drafts
+        work[fields.num_new_tokens, slots] = new = plan.query_lens - plan.num_drafts
         work[fields.wants_logits, slots] = plan.wants_logits
-        if (draft_plan.model | draft_plan.catch_up | draft_plan.looked_up).any():
+        bounds = self._bounds(plan, new, draft_plan)
+        if bounds.drafting or bounds.looked_up:
             work[fields.num_drafts, slots] = draft_plan.model
             work[fields.catch_up, slots] = draft_plan.catch_up
-            work[fields.looked_up, slots] = draft_plan.looked_up
             work[fields.drafting] = True
+        if bounds.looked_up:
+            work[fields.looked_up, slots] = draft_plan.looked_up
         for slot, (known, guess) in draft_plan.guesses.items():
             message.put("guess", slot, np.array([len(guess), known, *guess], dtype=np.int32))
-        message.put_all("work", work)
-        return message
+        return message, bounds
 
-    def bounds(self, plan: StepPlan, draft_plan: DraftPlan) -> Bounds:
-        deep, drafts = draft_plan.model > 0, draft_plan.model + draft_plan.looked_up
-        new = plan.query_lens - plan.num_drafts
-        return Bounds(
-            tokens=int((new + drafts).sum()),
-            longest=int((new + drafts).max(initial=0)),
-            logits=int(((1 + drafts) * plan.wants_logits).sum()),
-            catch_up=int((draft_plan.catch_up + deep).sum()),
-            longest_catch_up=int((draft_plan.catch_up + deep).max(initial=0)),
-            draft_rows=int(deep.sum()),
-            depth=int(draft_plan.model.max(initial=0)),
-            drafting=bool((draft_plan.model | draft_plan.catch_up).any()),
-            looked_up=int(draft_plan.looked_up.max(initial=0)),
-            rejection_sampled=bool((self.mode[plan.slots][deep] == REJECTION).any()),
-            shaped=bool(self.shaped[plan.slots].any()),
-            filtered=bool(self._filtered[plan.slots].any()),
+    def _bounds(self, plan: StepPlan, new: Words, draft_plan: DraftPlan) -> Bounds:
+        """Return the bounds of a step with `new` known tokens per row."""
+        # Lists, because numpy takes longer to add up so few numbers.
+        slots, looked_up = plan.slots, draft_plan.looked_up if draft_plan.guesses else None
+        known, model, catch_up = new.tolist(), draft_plan.model.tolist(), draft_plan.catch_up
+        first_pass = (catch_up + (draft_plan.model > 0)).tolist()
+        drafts = model if looked_up is None else (draft_plan.model + looked_up).tolist()
+        bounds = Bounds(
+            tokens=sum(known),
+            longest=max(known, default=0),
+            logits=_count(plan.wants_logits),
+            shaped=_count(self.shaped[slots]) > 0,
+            filtered=_count(self._filtered[slots]) > 0,
+        )
+        if not (any(drafts) or any(first_pass)):
+            return bounds
+        return bounds._replace(
+            tokens=bounds.tokens + sum(drafts),
+            longest=max(map(add, known, drafts)),
+            logits=bounds.logits + sum(compress(drafts, plan.wants_logits.tolist())),
+            catch_up=sum(first_pass),
+            longest_catch_up=max(first_pass),
+            draft_rows=len(model) - model.count(0),
+            depth=max(model),
+            drafting=any(first_pass),
+            looked_up=0 if looked_up is None else max(looked_up.tolist()),
+            rejection_sampled=_count(self._samples_drafts[slots] & (draft_plan.model > 0)) > 0,
         )
 
     def _admit(self, a: NewSequence, message: SlotUpdate) -> None:
@@ -194,9 +219,10 @@ class HostSlots:
                 f"{a.kv_len_tokens}, max_total {a.max_total_tokens} and {len(a.blocks)} blocks do "
                 "not fit together, or do not fit the executor"
             )
-        self._occupied[slot], self.generation[slot] = True, a.generation
-        self._put_sequence(a, message)
-        self._put_sampling(a, message)
+        self._generation[slot] = a.generation
+        message.put("tokens", slot, a.tokens.astype(np.int32, copy=False))
+        message.put("blocks", slot, a.blocks.astype(np.int32, copy=False))
+        self._put_values(a, message)
         if a.params.structured_outputs is not None:  # its masks include these tokens
             a = structs.replace(a, params=structs.replace(a.params, min_tokens=0))
         self.shaped[slot] = shapes_logits(a.params, has_stops=bool(a.stop_ids))
@@ -214,42 +240,26 @@ class HostSlots:
             pages[boundary] = NO_PAGE if a.state_page is None else a.state_page
             message.put("pages", slot, pages)
 
-    def _put_sequence(self, a: NewSequence, message: SlotUpdate) -> None:
-        message.put("tokens", a.slot, a.tokens.astype(np.int32, copy=False))
-        message.put("blocks", a.slot, a.blocks.astype(np.int32, copy=False))
-        for name, value in (
-            ("num_tokens", len(a.tokens)),
-            ("kv_len", a.kv_len_tokens),
-            ("draft_kv_len", a.draft_kv_len_tokens),
-            ("max_total", a.max_total_tokens),
-            ("failed", 0),
-        ):
-            message.put(name, a.slot, np.array([value], dtype=np.int32))
-
-    def _put_sampling(self, a: NewSequence, message: SlotUpdate) -> None:
-        params, slot = a.params, a.slot
+    def _put_values(self, a: NewSequence, message: SlotUpdate) -> None:
+        params, slot, vocab = a.params, a.slot, self._sizes.vocab
         mode = REJECTION
         if params.greedy:
             mode = GREEDY
         elif params.coupled:
             mode = COUPLED
-        self.mode[slot] = mode
-        top_k = self._sizes.vocab if params.top_k is None else min(params.top_k, self._sizes.vocab)
+        self._samples_drafts[slot] = mode == REJECTION
+        top_k = vocab if params.top_k is None else min(params.top_k, vocab)
         # 1 keeps every token; a sum that rounds to 1 early must not cut the tail.
         top_p = params.top_p if params.top_p < 1 else np.inf
         self._filtered[slot] = mode != GREEDY and bool(
-            top_k < self._sizes.vocab or top_p < np.inf or params.min_p
+            top_k < vocab or top_p < np.inf or params.min_p
         )
-        for name, values, dtype in (
-            ("modes", [mode], np.int32),
-            ("top_k", [top_k], np.int32),
-            ("temperatures", [params.logits_divisor], np.float32),
-            ("top_p", [top_p], np.float32),
-            ("min_p", [params.min_p], np.float32),
-            ("keys", split_seed(a.seed), np.int64),
-            ("choices", [a.choice], np.int64),
-        ):
-            message.put(name, slot, np.array(values, dtype=dtype))
+        tokens, kv, draft_kv = len(a.tokens), a.kv_len_tokens, a.draft_kv_len_tokens
+        ints = tokens, kv, draft_kv, a.max_total_tokens, 0, mode, top_k
+        floats = params.logits_divisor, top_p, params.min_p
+        values = _VALUES.pack(*ints, *floats, *split_seed(a.seed), a.choice)
+        words = np.frombuffer(values, dtype=np.int32)
+        message.put_words(self._words + slot * self._strides, words)
 
     @staticmethod
     def _put_shaping(slot: int, sparse: Sparse, message: SlotUpdate) -> None:
@@ -365,6 +375,10 @@ def sparse_of(a: NewSequence, vocab_size: int) -> Sparse:
         ),
         min_tokens=min_tokens,
     )
+
+
+def _count(values: NDArray[np.generic]) -> int:
+    return int(np.count_nonzero(values))
 
 
 def _has_penalties(p: SamplingParams) -> bool:

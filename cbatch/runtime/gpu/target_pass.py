@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cbatch.runtime.gpu.attention import PagedAttention
 from cbatch.runtime.gpu.decoder import Decoder, Hidden
-from cbatch.runtime.gpu.device import MAX_CAPTURED_TOKENS, Device, aligned
+from cbatch.runtime.gpu.device import Device, aligned
 from cbatch.runtime.gpu.draft_pass import DraftPasses, HeadPasses
 from cbatch.runtime.gpu.layers import FlatTokens
 from cbatch.runtime.kv_cache import KVCache
@@ -67,17 +67,14 @@ class TargetPass:
         memory = torch.zeros(self.max_logits, aligned(vocab), dtype=decoder.dtype, device=device)
         self.logits = memory[:, :vocab]
         width = NUM_FIELDS + 1 + max_drafts
-        self.result = torch.zeros(slots, width, dtype=torch.int32, device=device)
+        self.flat_result = torch.zeros(slots * width, dtype=torch.int32, device=device)
+        self.result = self.flat_result.view(slots, width)
         self._zeros = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def compute(self, device: Device, tokens: int, longest: int) -> None:
         """Queue the forward pass over up to `tokens` tokens, at most `longest` in one row."""
         key = "target", tokens, longest > self.attention.short_tokens
-        forward = partial(self._forward, tokens, longest)
-        if tokens > MAX_CAPTURED_TOKENS:
-            forward()
-        else:
-            device.run(key, forward)
+        device.run(key, partial(self._forward, tokens, longest))
 
     def find_logits(self, device: Device, count: int) -> None:
         """Queue up to `count` rows of logits, after `compute`."""
@@ -89,6 +86,19 @@ class TargetPass:
         if not count:
             features = PLAIN
         device.run(("decide", count, features), partial(self._decide, count, features))
+
+    def run_whole(
+        self, device: Device, tokens: int, count: int, features: SamplingFeatures
+    ) -> None:
+        """Queue all three as one graph: each of up to `count` tokens wants logits, and rows are
+        short. `tokens` is the bucket of `count`."""
+
+        def run() -> None:
+            self._forward(tokens, self.attention.lengths[0])
+            self._find_logits(count)
+            self._decide(count, features)
+
+        device.run(("whole", count, features), run)
 
     def num_rows(self) -> Tensor:
         """Return each slot's number of rows of logits, int32 [slots]."""

@@ -181,6 +181,15 @@ class ProcessorChain:
         row.zero_()
         return False
 
+    def allowed_bits(self, vocab_size: int) -> NDArray[np.uint8]:
+        """Return the tokens that no processor forbids, as `Structured.allowed_bits` does. None of
+        the processors changes a logit otherwise."""
+        if self.structured is not None and len(self._processors) == 1:
+            return self.structured.allowed_bits()
+        row = torch.zeros(vocab_size)
+        may_follow = self.shape(row)
+        return np.packbits((row.numpy() == 0) & may_follow, bitorder="little")
+
     def advance(self, token: int) -> None:
         for processor in self._processors:
             processor.advance(token)
@@ -314,6 +323,21 @@ class LogitsProcessors:
                     chain.advance(int(drafts[i, j]))
             chain.rollback(depth)
         return dead_ends
+
+    def mask_run(self, slot: int, drafts: list[int], masks: NDArray[np.uint8]) -> int | None:
+        """Write the tokens that the slot's processors allow, before the drafts and after each, into
+        the first bytes of `masks`, uint8 [1 + k, >= V / 8]. Return the first number of drafts after
+        which no token may follow, if any; all tokens are then allowed."""
+        chain, dead_end = self._chains[slot], None
+        for j, mask in enumerate(masks):
+            bits = chain.allowed_bits(self._vocab_size)
+            if not bits.any():
+                dead_end, bits = j if dead_end is None else dead_end, ~bits
+            mask[: len(bits)] = bits
+            if j < len(drafts):
+                chain.advance(drafts[j])
+        chain.rollback(len(drafts))
+        return dead_end
 
     def shape_each(self, logits: Tensor, slots: NDArray[np.integer]) -> None:
         """Shape one row for each slot in place, after the present prefixes."""

@@ -77,13 +77,19 @@ class Structured:
         self._ended = False  # whether the first unread token is EOS after a complete text
 
     def shape(self, row: Tensor) -> None:
-        if self._num_unread:
-            if self._ended:
-                _forbid(row, self._not_eos)
-            else:
-                row.fill_(-torch.inf)
-            return
-        _forbid(row, ~self._allowed())
+        row.masked_fill_(torch.from_numpy(~self._allowed_next()).to(row.device), -torch.inf)
+
+    def allowed_bits(self) -> NDArray[np.uint8]:
+        """Return which tokens may follow: bit i % 8 of byte i // 8 is set for token i."""
+        size = len(self._not_eos)
+        if not self._num_unread and self._forbid_repeats is None:
+            bits = np.zeros(-(-size // 8), dtype=np.uint8)
+            given = np.frombuffer(self._bitmask(), dtype=np.uint8)[: len(bits)]
+            bits[: len(given)] = given
+            bits[-1] &= 0xFF >> -size % 8
+            if int.from_bytes(bits.tobytes()).bit_count() != 1:
+                return bits
+        return np.packbits(self._allowed_next(), bitorder="little")
 
     def advance(self, token: int) -> None:
         if self._num_unread:
@@ -107,16 +113,24 @@ class Structured:
         """Return how many leading `drafts` the grammar allows; after EOS it allows none."""
         return 0 if self._num_unread else self._matcher.validate_tokens(drafts)
 
-    def _allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may follow `_consumed`: bool [V]."""
+    def _allowed_next(self) -> NDArray[np.bool_]:
+        """Return which tokens may follow, also after unread ones: bool [V]."""
+        if not self._num_unread:
+            return self._allowed()
+        return ~self._not_eos if self._ended else np.zeros_like(self._not_eos)
+
+    def _bitmask(self) -> bytes:
+        """Return the matcher's bit mask after `_consumed`; empty if it is in an error state."""
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self._restart_matcher()
             bits = self._matcher.compute_bitmask()
+        return b"" if self._matcher.is_error() else bits
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        """Return which tokens may follow `_consumed`: bool [V]."""
         size = len(self._not_eos)
-        if self._matcher.is_error():
-            return np.zeros(size, dtype=np.bool_)
-        packed = np.frombuffer(bits, dtype=np.uint8)
+        packed = np.frombuffer(self._bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
         if np.count_nonzero(allowed) == 1:
             self._prefer_plain_token(allowed)
@@ -158,7 +172,3 @@ class Structured:
         """Replace the matcher by a new one after `_consumed`: the error may be due to drafts."""
         self._matcher = self._new_matcher()
         self._matcher.try_consume_tokens(self._consumed)
-
-
-def _forbid(row: Tensor, forbidden: NDArray[np.bool_]) -> None:
-    row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)

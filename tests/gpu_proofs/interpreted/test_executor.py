@@ -177,7 +177,7 @@ def test_captured_steps_are_those_of_the_cpu(
 ) -> None:
     seen = run(SCENARIOS[name], depth, tmp_path)
     happened(seen, *SCENARIOS[name].events.split(", "), *["plans in flight"] * depth)
-    assert stream.seen["captured"] > 3 and stream.seen["replayed"] > 4
+    assert stream.seen["captured"] > 3 and stream.seen["replayed"] > 2
     assert not stream.seen["reads"] and stream.seen["copies to the host"]
 
 
@@ -215,14 +215,14 @@ def test_faults_and_values_that_are_not_finite(
     """The first request reaches token 60, which breaks the target, and ends with an error. The
     second reaches 59, which breaks the draft, and continues without. The others are unaffected.
     Slots and blocks are used again. Twice a step fails after it was queued."""
-    real, steps = GpuExecutor.decide, iter(range(1000))
+    real, steps = GpuExecutor._finish, iter(range(1000))
 
     def failing(executor: GpuExecutor, step: Any) -> None:
         real(executor, step)
         if next(steps) in (2, 5):
             raise OutOfResources(300_000, 232_448, "shared memory")
 
-    monkeypatch.setattr(GpuExecutor, "decide", failing)
+    monkeypatch.setattr(GpuExecutor, "_finish", failing)
     requests = [
         make_request("target", [3, 60, 4], max_tokens=6),
         make_request("draft", [5, 59, 6], max_tokens=6),
@@ -401,10 +401,10 @@ def reading(patch: pytest.MonkeyPatch) -> None:
 
 def one_message(patch: pytest.MonkeyPatch) -> None:
     """Broken: all messages are written to the same memory."""
-    real, memory = DeviceSteps.send, torch.zeros(9999, dtype=torch.int32)
+    real, memory = DeviceSteps.send, device_steps.HostBuffers().messages
 
     def send(steps: Any, message: Any, buffers: Any) -> None:
-        buffers.message = memory
+        buffers.messages = memory
         real(steps, message, buffers)
 
     patch.setattr(DeviceSteps, "send", send)
@@ -412,13 +412,14 @@ def one_message(patch: pytest.MonkeyPatch) -> None:
 
 def moved_result(patch: pytest.MonkeyPatch) -> None:
     """Broken: memory that graphs use moves in every step."""
-    real = TargetPass.decide
+    for name in ("decide", "run_whole"):
+        real = getattr(TargetPass, name)
 
-    def decide(target: Any, *arguments: Any) -> None:
-        target.result = torch.zeros_like(target.result)
-        real(target, *arguments)
+        def moving(target: Any, *arguments: Any, real: Any = real) -> None:
+            target.result = torch.zeros_like(target.result)
+            real(target, *arguments)
 
-    patch.setattr(TargetPass, "decide", decide)
+        patch.setattr(TargetPass, name, moving)
 
 
 def key_without_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -426,7 +427,7 @@ def key_without_tokens(patch: pytest.MonkeyPatch) -> None:
     real = Captures.run
 
     def run(device: Any, key: Any, function: Any) -> None:
-        real(device, key[:1] if key[0] == "target" else key, function)
+        real(device, key[:1] if key[0] in ("target", "whole") else key, function)
 
     patch.setattr(Captures, "run", run)
 
