@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from bench.load.check.run import Check, Trial
+from bench.load.check.run import Check, CheckTrial
 from bench.load.check.server import Answer, AnswerChoice, Body, FindingError, NotSupportedError
 from bench.load.client.http import COMPLETIONS
 
@@ -19,13 +19,13 @@ BAD = {"temperature": "hot", "max_tokens": -1, "top_p": 7, "prompt": {"a": 1}}
 BAD |= {"stop": 5, "n": "many", "logit_bias": [1], "seed": "x"}
 
 
-async def _both(trial: Trial, body: Body) -> list[tuple[str, Answer]]:
+async def _both(trial: CheckTrial, body: Body) -> list[tuple[str, Answer]]:
     """Ask for a whole and for a streamed answer."""
     whole = await trial.server.ask(body, streamed=False)
     return [("whole", whole), ("streamed", await trial.server.ask(body))]
 
 
-async def _usage(trial: Trial) -> str | None:
+async def _usage(trial: CheckTrial) -> str | None:
     base, prompts, seen = trial.body(logprobs=1), set[object](), None
     for limit in (1, trial.rng.randrange(2, 40)):
         body = base | {"max_tokens": limit}
@@ -59,7 +59,7 @@ def _miscounted(answer: Answer, limit: int) -> str | None:
     return None
 
 
-async def _choices(trial: Trial) -> None:
+async def _choices(trial: CheckTrial) -> None:
     body = trial.body(n=3, temperature=0.8, seed=trial.rng.getrandbits(31), logprobs=1)
     answer = await trial.server.ask(body)
     choices = [answer, *answer.others]
@@ -72,7 +72,7 @@ async def _choices(trial: Trial) -> None:
         raise FindingError(f"usage {counted}, but three choices have {tokens} tokens", body)
 
 
-async def _stops(trial: Trial) -> None:
+async def _stops(trial: CheckTrial) -> None:
     """Stop at a piece of the answer that crosses the border of two events."""
     plain, rng = trial.body(), trial.rng
     before = await trial.server.alone(plain)
@@ -94,7 +94,7 @@ async def _stops(trial: Trial) -> None:
             raise FindingError(f"{way}: {problem}", body)
 
 
-async def _logprobs(trial: Trial) -> None:
+async def _logprobs(trial: CheckTrial) -> None:
     """Check that tokens join to the text, and that the sampled one is among the likeliest."""
     body = trial.body(logprobs=3)
     answer = await trial.server.ask(body, streamed=False)
@@ -109,7 +109,7 @@ async def _logprobs(trial: Trial) -> None:
             raise FindingError(problem, body)
 
 
-async def _pieces(trial: Trial) -> None:
+async def _pieces(trial: CheckTrial) -> None:
     """Compare the streamed text with the whole; characters of several tokens must not be split."""
     sampled = trial.body(temperature=1.0, seed=trial.rng.getrandbits(31))
     prompt = trial.body(prompt=f"{EMOJI} " * 3 + EMOJI[: trial.rng.randrange(4)])
@@ -131,7 +131,7 @@ async def _pieces(trial: Trial) -> None:
             raise FindingError(f"streamed text ends {joined[end:]!r}, whole {text[end:]!r}", body)
 
 
-async def _bad_fields(trial: Trial) -> None:
+async def _bad_fields(trial: CheckTrial) -> None:
     for name, value in BAD.items():
         body = {"model": trial.server.model, "prompt": "a", "max_tokens": 1} | {name: value}
         data = json.dumps(body).encode()
@@ -142,7 +142,7 @@ async def _bad_fields(trial: Trial) -> None:
             raise FindingError(f"{name} = {value!r}: {problem}: {status} {answer}", body)
 
 
-class Record(msgspec.Struct, forbid_unknown_fields=True):
+class SizedThing(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(max_length=20)]
     size: int
 
@@ -151,7 +151,11 @@ class Sign(msgspec.Struct, forbid_unknown_fields=True):
     sign: Literal["\u00e9\u2603", "\U0001f600", 'a"\\b']
 
 
-SHAPES: list[Any] = [Record, Sign, Annotated[list[bool], msgspec.Meta(min_length=1, max_length=3)]]
+SHAPES: list[Any] = [
+    SizedThing,
+    Sign,
+    Annotated[list[bool], msgspec.Meta(min_length=1, max_length=3)],
+]
 
 
 def _schema(shape: Any) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def _schema(shape: Any) -> dict[str, Any]:
 
 
 # Without `strict`, a server need not keep calls that the model chose to the tool's schema.
-FUNCTION = {"name": "measure", "parameters": _schema(Record), "strict": True}
+FUNCTION = {"name": "measure", "parameters": _schema(SizedThing), "strict": True}
 TOOLS: Body = {"tools": [{"type": "function", "function": FUNCTION | {"description": "Measure."}}]}
 REASONING: Body = {"chat_template_kwargs": {"enable_thinking": True}}
 KINDS: dict[str, tuple[str, Body]] = {
@@ -172,7 +176,7 @@ KINDS: dict[str, tuple[str, Body]] = {
 }
 
 
-async def _structure(trial: Trial, kind: str) -> str | None:
+async def _structure(trial: CheckTrial, kind: str) -> str | None:
     server, shape, seen = trial.server, trial.rng.choice(SHAPES), None
     text = f"Describe a thing as JSON.\n{server.prompt(trial.rng, 40)}"
     body: Body = {"messages": [{"role": "user", "content": text}], "max_tokens": MAX_TOKENS}
@@ -192,7 +196,7 @@ async def _structure(trial: Trial, kind: str) -> str | None:
 
 def _malformed(choice: AnswerChoice, shape: Any, kind: str) -> str | None:
     for call in choice.calls.values():
-        if call["name"] != "measure" or not _holds(call["arguments"], Record):
+        if call["name"] != "measure" or not _holds(call["arguments"], SizedThing):
             return f"the call {call} is not one of the tool"
     if kind == "required" and not choice.calls:
         return f"no call, though one is required: {choice.text[:80]!r}"

@@ -98,10 +98,10 @@ def _show(title: str, results: list[Result], page: Path | None) -> None:
     console, table, rows, evidence = TextConsole(), Table(*COLUMNS, title=title), "", ""
     for result in results:
         lines, cells = [], [result.name, result.state, str(result.trials), result.what]
-        for each in result.findings:
-            again = f"again: --only {result.name} --seed {each['seed']}"
-            lines.append(f"{each['problem']} ({again})")
-            request = json.dumps(each["request"])[:400]
+        for finding in result.findings:
+            again = f"again: --only {result.name} --seed {finding['seed']}"
+            lines.append(f"{finding['problem']} ({again})")
+            request = json.dumps(finding["request"])[:400]
             evidence += f"{result.name}: {lines[-1]}\n    request: {request}\n"
         table.add_row(*cells, result.seen[:80])
         cells = [html.escape(cell) for cell in (*cells, "\n".join([result.seen, *lines]))]

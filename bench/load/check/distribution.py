@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.load.check.run import Check, Trial
+from bench.load.check.run import Check, CheckTrial
 from bench.load.check.server import Answer, Body, FindingError, NotSupportedError
 from bench.load.client.bodies import NO_ANSWER, tokenize
 
@@ -132,7 +132,7 @@ def filtered(top: Chances, fields: Body, seen: Counter[str], biased: str | None)
     return dict(zip(names, (chances[:kept] / total).tolist(), strict=False))
 
 
-async def _sample(trial: Trial, name: str) -> str:
+async def _sample(trial: CheckTrial, name: str) -> str:
     """Sample answers and test all samples of the check so far."""
     server, fields, biased = trial.server, FILTERS[name], None
     if name == "bias":

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from bench.load.check.run import Check, Trial
+from bench.load.check.run import Check, CheckTrial
 from bench.load.check.server import BUSY, Answer, Body, FindingError, NotSupportedError
 from bench.load.client.http import COMPLETIONS
 
@@ -21,7 +21,7 @@ UNREAD_S = 2.0
 
 
 async def _equal(
-    trial: Trial,
+    trial: CheckTrial,
     *,
     load: int = 0,
     long: bool = False,
@@ -48,14 +48,14 @@ async def _equal(
     _require_equal(requests, alone, answers[::-1])
 
 
-async def _without_speculation(trial: Trial) -> None:
+async def _without_speculation(trial: CheckTrial) -> None:
     server = trial.server
     if not await server.takes(max_lookahead=0) or await server.takes(max_lookahead=-1):
         raise NotSupportedError("requests cannot switch speculation (no `max_lookahead`)")
     await _equal(trial, max_lookahead=0)
 
 
-async def _slow_reader(trial: Trial) -> None:
+async def _slow_reader(trial: CheckTrial) -> None:
     server, body = trial.server, trial.body(max_tokens=48)
     before = await server.alone(body)
     unread = server.ask(body, needed=False, unread_s=UNREAD_S)
@@ -63,7 +63,7 @@ async def _slow_reader(trial: Trial) -> None:
     _require_equal([body, body], [before, before], answers)
 
 
-async def _after_leaving(trial: Trial) -> None:
+async def _after_leaving(trial: CheckTrial) -> None:
     client, body = trial.server.client, trial.body(max_tokens=24)
     before, data = await trial.server.alone(body), json.dumps(body).encode()
     message = client.message("POST", COMPLETIONS, data)
@@ -84,10 +84,10 @@ def _require_equal(
     for request, before, after in zip(requests, alone, answers, strict=True):
         if after.error and after.status not in BUSY:
             findings.append(FindingError(after.error, request))
-        elif not after.error and (found := _difference(before, after, request)):
-            findings.append(found)
+        elif not after.error and (finding := _difference(before, after, request)):
+            findings.append(finding)
     if findings:
-        raise min(findings, key=lambda finding: finding.near_tie)
+        raise min(findings, key=lambda one: one.near_tie)
 
 
 def _difference(before: Answer, after: Answer, request: Body) -> FindingError | None:
@@ -114,7 +114,7 @@ def _difference(before: Answer, after: Answer, request: Body) -> FindingError | 
     return None
 
 
-async def _pause(trial: Trial) -> str:
+async def _pause(trial: CheckTrial) -> str:
     server, body, begun = trial.server, trial.body(ignore_eos=True), asyncio.Event()
     alone = await server.ask(body | {"max_tokens": 64})
     if len(alone.pieces) < 16:
@@ -137,7 +137,7 @@ def _longest_gap_s(answer: Answer, other: Answer) -> float:
     return max((b - a for a, b in pairs if b > other.sent_s and a < other.end_s), default=0.0)
 
 
-async def _cancel(trial: Trial) -> str:
+async def _cancel(trial: CheckTrial) -> str:
     """Leave long answers: then a short one comes as fast as a while later."""
     server, body = trial.server, trial.body(max_tokens=8)
     await server.ask(body)
@@ -154,7 +154,7 @@ async def _cancel(trial: Trial) -> str:
     return f"{max(late_s, 0):.2f} s later than with no client that left"
 
 
-async def _cancel_storm(trial: Trial) -> None:
+async def _cancel_storm(trial: CheckTrial) -> None:
     """Begin long answers, and leave them when the first has text."""
     async with trial.server.load(STORM, trial.rng, max_tokens=LEFT_TOKENS):
         pass

@@ -17,7 +17,7 @@ MAX_SHOWN = 3  # findings of a check in the report
 TIMING_TRIALS = 3  # with one seed, until one of them finds nothing
 
 
-class Trial(NamedTuple):
+class CheckTrial(NamedTuple):
     """One trial of a check. `memory` is common to the trials of a check."""
 
     server: TestedServer
@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
     name: str
     what: str
-    trial: Callable[[Trial], Awaitable[str | None]]
+    trial: Callable[[CheckTrial], Awaitable[str | None]]
     share: float = 1.0
     max_trials: int = 20
     max_findings: int = 3
@@ -68,13 +68,13 @@ async def run_check(
     try:
         while sum(not each.near_tie for each in findings) < check.max_findings:
             for _ in range(TIMING_TRIALS if check.timing else 1):
-                for each in servers:
-                    await each.rest()
+                for tested in servers:
+                    await tested.rest()
                 rng = random.Random(f"{seed + result.trials}")  # the same prompts in every check
                 finding: FindingError | None = None
                 try:
                     result.seen = (
-                        await check.trial(Trial(server, other, rng, memory)) or result.seen
+                        await check.trial(CheckTrial(server, other, rng, memory)) or result.seen
                     )
                     break
                 except FindingError as error:
