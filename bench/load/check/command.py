@@ -52,7 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", help="its model (default: the first that it lists)")
     parser.add_argument("--against", metavar="URL", help="a second server that answers the same")
     parser.add_argument("--minutes", type=float, default=5.0, help="time for all checks (5)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks by name")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="checks by name")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first trial (0)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a call (120)")
     parser.add_argument("--api-key", help="key of the servers (default: CBATCH_API_KEY)")
@@ -62,9 +62,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in args.only or ():
-        if name not in CHECKS:
-            raise FieldError("--only", f"there is no {name!r}", f"name some of {', '.join(CHECKS)}")
     if not args.minutes > 0:
         raise FieldError("--minutes", f"{args.minutes:g} is not a time", "give a positive number")
     require_place("--json", args.json)

@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 
 from bench.load.check.run import Check, CheckTrial
-from bench.load.check.server import Answer, Body, FindingError, NotSupportedError
+from bench.load.check.server import BUSY, Answer, Body, FindingError, NotSupportedError
 from bench.load.client.bodies import NO_ANSWER, tokenize
 
 ERROR = 1e-5  # probability that a right server fails one of these checks
@@ -157,10 +157,14 @@ async def _sample(trial: CheckTrial, name: str) -> str:
     )
     sums: Sums = trial.memory.setdefault("sums", Sums())
     for body, answer in zip(bodies, answers, strict=True):
+        if answer.error and answer.status not in BUSY:
+            raise FindingError(answer.error, body)
         for token, guess, chances in _samples(answer, tops, applied, biased if applied else None):
             if token not in chances and applied and biased is None:
                 raise FindingError(f"{token!r} was sampled against {applied}", body)
             sums.add(chances, token, guess, trial.rng.random())
+    if not sums.counts.any():
+        raise NotSupportedError("no token whose probabilities are known")
     if problem := sums.problem():
         raise FindingError(problem)
     return sums.seen()

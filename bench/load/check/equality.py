@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,15 +23,16 @@ UNREAD_S = 2.0
 async def _equal(
     trial: CheckTrial,
     *,
+    before: Callable[[CheckTrial], Awaitable[None]] | None = None,
     load: int = 0,
     long: bool = False,
     one_by_one: bool = False,
-    storm: bool = False,
+    unread_s: float = 0.0,
     against: bool = False,
     **fields: Any,
 ) -> None:
-    """Compare answers with those alone: among `load` requests (with long prompts), after a storm of
-    clients that left, on another server, with further fields."""
+    """Compare answers with those alone: after what `before` does, among `load` requests (with long
+    prompts), if one client does not read for a while, on another server, with further fields."""
     rng, server = trial.rng, trial.other if against else trial.server
     if server is None:
         raise NotSupportedError("no second server (--against)")
@@ -40,10 +41,14 @@ async def _equal(
     requests = [trial.body(max_tokens=48, **shown, **each) for each in sampling]
     alone = [await trial.server.alone(each) for each in requests]
     tokens = await server.long_tokens() if long else 24
-    if storm:
-        await _cancel_storm(trial)
+    if before:
+        await before(trial)
     async with server.load(load, rng, tokens):
-        calls = [server.ask(each | fields, needed=False) for each in reversed(requests)]
+        waits_s = (0.0, 0.0, 0.0, unread_s)
+        calls = [
+            server.ask(each | fields, needed=False, unread_s=wait_s)
+            for each, wait_s in zip(reversed(requests), waits_s, strict=True)
+        ]
         answers = [await each for each in calls] if one_by_one else await asyncio.gather(*calls)
     _require_equal(requests, alone, answers[::-1])
 
@@ -55,24 +60,14 @@ async def _without_speculation(trial: CheckTrial) -> None:
     await _equal(trial, max_lookahead=0)
 
 
-async def _slow_reader(trial: CheckTrial) -> None:
-    server, body = trial.server, trial.body(max_tokens=48)
-    before = await server.alone(body)
-    unread = server.ask(body, needed=False, unread_s=UNREAD_S)
-    answers = await asyncio.gather(unread, server.ask(body, needed=False))
-    _require_equal([body, body], [before, before], answers)
-
-
-async def _after_leaving(trial: CheckTrial) -> None:
-    client, body = trial.server.client, trial.body(max_tokens=24)
-    before, data = await trial.server.alone(body), json.dumps(body).encode()
+async def _leave_in_mid_request(trial: CheckTrial) -> None:
+    client, data = trial.server.client, json.dumps(trial.body()).encode()
     message = client.message("POST", COMPLETIONS, data)
     for length in (20, len(message) // 2, len(message) - 1):
         _, writer = await asyncio.open_connection(client.endpoint.host, client.endpoint.port)
         writer.write(message[:length])
         await writer.drain()
         writer.close()
-    _require_equal([body], [before], [await trial.server.ask(body, needed=False)])
 
 
 def _require_equal(
@@ -167,11 +162,17 @@ CHECKS = [
     Check("equal-load-8", "among 8 other requests", partial(_equal, load=8)),
     Check("equal-load-32", "among 32 other requests", partial(_equal, load=32)),
     Check("equal-long-prompts", "while long prompts are read", partial(_equal, load=2, long=True)),
-    Check("equal-cancels", "after clients left long answers", partial(_equal, storm=True)),
+    Check(
+        "equal-cancels", "after clients left long answers", partial(_equal, before=_cancel_storm)
+    ),
     Check("equal-speculation", "with speculation and without", _without_speculation),
     Check("equal-against", "here and on the second server", partial(_equal, against=True)),
-    Check("slow-reader", "a client that does not read delays only itself", _slow_reader),
-    Check("after-leaving", "answers after clients left in mid-request", _after_leaving),
+    Check("slow-reader", "one client does not read for 2 s", partial(_equal, unread_s=UNREAD_S)),
+    Check(
+        "after-leaving",
+        "after requests cut in the middle",
+        partial(_equal, before=_leave_in_mid_request),
+    ),
     Check("pause", "a stream during another's long prompt", _pause, max_findings=1, timing=True),
     Check("cancel", "clients that left cost nothing", _cancel, max_findings=1, timing=True),
 ]
