@@ -88,7 +88,8 @@ async def run_check(
             if result.trials == check.max_trials or time.monotonic() - began_s > seconds:
                 break
     except NotSupportedError as error:
-        result.seen, result.state = str(error), UNSUPPORTED
+        if not result.trials:  # a later prompt may have too many tokens
+            result.seen, result.state = str(error), UNSUPPORTED
     if findings:
         findings.sort(key=lambda finding: finding.near_tie)
         result.findings = [vars(finding) for finding in findings[:MAX_SHOWN]]
