@@ -28,7 +28,8 @@ FAULTS = {
     "split": "characters are split between events",
     "seed": "seeds are ignored under load",
     "cancel": "a request goes on after its client has left",
-    "top-k": "a request with top_k fails",
+    "top-k": "top_k keeps one token too many",
+    "failure": "a request with min_p fails",
 }
 _EMOJI = "\U0001f600".encode()
 VOCABULARY: list[bytes] = [
@@ -132,6 +133,8 @@ class PlantedServer:
         if problem := _problem(body):
             return self._send(writer, 400, {"error": {"message": problem}})
         if body.get("top_k") and "top-k" in self.faults:
+            body["top_k"] += 1
+        if body.get("min_p") and "failure" in self.faults:
             return self._send(writer, 500, {"error": {"message": "the engine died"}})
         text = body.get("prompt") or json.dumps(body["messages"])
         if len(text) > LONG_CHARS and "stall" in self.faults:

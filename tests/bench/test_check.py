@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bench.load.check.command import CHECKS, FAILED_CHECK, add_parser
-from bench.load.check.distribution import Sums, filtered
+from bench.load.check.distribution import GUESSES, Sums, filtered
 from cbatch.core.request.errors import FieldError
 from tests.bench import planted_server
 from tests.bench.planted_server import FAULTS, planted
@@ -32,6 +32,7 @@ FINDERS = {
     "seed": "equal-load-8",
     "cancel": "cancel",
     "top-k": "samples-top-k",
+    "failure": "samples-min-p",
 }
 assert FINDERS.keys() == FAULTS.keys()
 SLOW = ["biased drafts"]  # needs some 60,000 tokens
@@ -120,12 +121,14 @@ def test_filters_are_those_of_the_server(fields: dict[str, Any]) -> None:
         output = rng.integers(40, size=3).tolist()
         sampled = planted_server.filtered(logits, fields, output)
         chances = np.exp(logits) / np.exp(logits).sum()
-        top = [(str(i), float(chances[i])) for i in np.argsort(-chances)[:20]]
+        top = {str(i): float(chances[i]) for i in np.argsort(-chances)[:20]}
         biased = "3" if "logit_bias" in fields else None
         weights = filtered(top, fields, Counter(map(str, output)), biased)
         if weights is not None:
             compared += 1
-            assert all(math.isclose(p, sampled[int(name)], abs_tol=1e-9) for name, p in weights)
+            assert all(
+                math.isclose(p, sampled[int(name)], abs_tol=1e-9) for name, p in weights.items()
+            )
             assert not fields or biased or len(weights) == (sampled > 0).sum()
     assert compared > 100
 
@@ -133,26 +136,25 @@ def test_filters_are_those_of_the_server(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("bias", ["none", "likeliest", "one that a lookup guesses", "order"])
 def test_bets_find_a_bias_and_nothing_else(bias: str) -> None:
     """A few of nine tokens are not sampled, or two tokens change places."""
-    rng, sums = random.Random(1), Sums(0)
-    weights = [(name, (12 - i) / 72) for i, name in enumerate("abcdefghi")]
-    names, chances = zip(*weights, strict=True)
-    for token in rng.choices(names, chances, k=60_000):
+    rng, sums = random.Random(1), Sums()
+    chances = {name: (12 - i) / 72 for i, name in enumerate("abcdefghi")}
+    names = [*chances]
+    for token in rng.choices(names, [*chances.values()], k=60_000):
         guess = rng.choice(names[4:])
-        if bias in sums.bets and rng.random() < 0.015:
+        if bias in GUESSES and rng.random() < 0.015:
             token = "a" if bias == "likeliest" else guess
         elif bias == "order":
             token = {"h": "c", "c": "h"}.get(token, token)
-        sums.add(weights, token, guess, rng.random())
+        sums.add(chances, token, guess, rng.random())
     problem = sums.problem() or "none"
     assert bias in problem or (bias == "order" and "do not follow" in problem), problem
     assert "a bias to the likeliest of 1.3% would show" in sums.seen()
 
 
-def test_bad_input_is_named(tmp_path: Path) -> None:
+def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with planted() as url:
-        for argv, words in (
-            (("--only", "what"), "--only: there is no 'what'"),
-            (("--minutes", 0), "--minutes: 0 is not a time"),
-        ):
-            with pytest.raises(FieldError, match=words):
-                check(url, tmp_path / "results.json", *argv)
+        with pytest.raises(FieldError, match="--minutes: 0 is not a time"):
+            check(url, tmp_path / "results.json", "--minutes", 0)
+        with pytest.raises(SystemExit):
+            check(url, tmp_path / "results.json", "--only", "what")
+    assert "--only: invalid choice: 'what'" in capsys.readouterr().err

@@ -178,6 +178,7 @@ def race_dist(patch: pytest.MonkeyPatch, p: Tensor) -> np.ndarray:
             def loses(words: Tensor, i: int = i, j: int = j, pair: Tensor = pair) -> Tensor:
                 grid = torch.zeros(NODES, len(p), dtype=torch.int64)
                 grid[:, i], grid[:, j] = own, words
+                patch.setattr(sampler, "race_winners", lambda *_: None)
                 patch.setattr(noise, "token_words", lambda *_: grid)
                 return draw(pair.repeat(NODES, 1), rows_for(NODES), noise.COUPLED) == j
 

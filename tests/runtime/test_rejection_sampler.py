@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbatch.core.request import noise as specification
 from cbatch.core.request.noise import Purpose
-from cbatch.runtime.sampling import noise
+from cbatch.runtime.sampling import noise, rejection_sampler
 from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
     Verdict,
@@ -170,29 +171,34 @@ def test_a_residual_of_zero_mass_falls_back_to_p(monkeypatch: pytest.MonkeyPatch
     assert abs(float(tokens.double().mean()) - 0.75) < 5 * (0.75 * 0.25 / count) ** 0.5
 
 
-def test_ties_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal noise, equal chances: among the likeliest tokens the first one wins."""
-    same = torch.zeros(2, 4, dtype=torch.int64)
-    monkeypatch.setattr(noise, "token_words", lambda *_: same)
-    p = torch.tensor([[0.0, 0.2, 0.4, 0.4], [0.25, 0.25, 0.25, 0.25]])
-    verdict = coupled_verify(p, torch.tensor([2]), torch.tensor([1]), rows_for(1))
-    assert verdict.num_accepted.tolist() == [1] and verdict.next_tokens.tolist() == [0]
+def specified_noise(rows: NoiseRows, vocab: int) -> NDArray[np.float32]:
+    coordinates = (each.numpy() for each in (rows.keys, rows.positions, rows.choices))
+    words = specification.token_words(*coordinates, noise.BONUS, vocab)
+    return specification.exponential(words)
 
 
-def test_a_sparse_draw_equals_the_dense_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the noise of possible tokens is computed; the winner is the same."""
-    rng = np.random.default_rng(8)
-    p = torch.from_numpy(rng.random((300, 512)).astype(np.float32))
-    p[torch.from_numpy(rng.random((300, 512))) > 0.05] = 0
-    p[0] = 0
-    p[0, 77] = 1.0
-    rows = rows_for(300)
-    sparse = draw(p, rows, noise.BONUS)
-    purposes = torch.full((300,), noise.BONUS)
-    words = noise.token_words(rows.keys, rows.positions, rows.choices, purposes, 512)
-    assert torch.equal(sparse, (p / noise.exponential(words)).argmax(dim=-1))
+@pytest.mark.parametrize("compiled", [True, False])
+def test_draws_are_the_specified_ones(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever only few tokens are possible, and where equal scores go to the lowest id."""
+    if not compiled:
+        monkeypatch.setattr(rejection_sampler, "race_winners", lambda *_: None)
+    rng, rows = np.random.default_rng(8), rows_for(200)
+    for vocab in (1, 3, 127, 512, 2000):
+        drawn = specified_noise(rows, vocab)
+        p = rng.exponential(size=drawn.shape).astype(np.float32) ** 4
+        ties = np.where(rng.random(p.shape) < 0.5, drawn, drawn / 2)
+        few = np.where(rng.random(p.shape) < 0.05, p, 0)
+        few[:, -1] = 1e-3
+        for chances in (p, few, p * np.float32(1e-39), ties, drawn, np.ones_like(p)):
+            winners = draw(torch.from_numpy(chances), rows, noise.BONUS)
+            assert winners.tolist() == specification.race(chances, drawn).tolist()
+
+
+def test_only_the_noise_of_possible_tokens_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection_sampler, "race_winners", lambda *_: None)
     monkeypatch.setattr(noise, "token_words", lambda *_: pytest.fail("computed all noise"))
-    draw(p, rows, noise.BONUS)
+    p = torch.zeros(2, 512).index_fill_(1, torch.arange(20), 0.05)
+    draw(p, rows_for(2), noise.BONUS)
 
 
 def test_a_draw_among_some_ids_is_that_among_all_where_the_rest_has_none() -> None:

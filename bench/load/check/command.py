@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from bench.load.check import accounting, behaviour, distribution, equality, structure
+from bench.load.check import answers, distribution, equality
 from bench.load.check.run import FOUND, Check, Result, run_check
 from bench.load.check.server import TestedServer
 from bench.load.client.http import Endpoint, HttpClient
@@ -24,18 +24,16 @@ from cbatch.cli.console import TextConsole
 from cbatch.cli.output import add_json_option, print_figures, require_place
 from cbatch.core.request.errors import FieldError
 
-ROOMS = (equality, distribution, structure, accounting, behaviour)
+ROOMS = (equality, distribution, answers)
 CHECKS: dict[str, Check] = {each.name: each for room in ROOMS for each in room.CHECKS}
 FAILED_CHECK = 1  # exit status if something was found
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>{style}
-td, th {{ text-align: left; vertical-align: top; }}
-td:nth-child(n + 4) {{ white-space: pre-line; }}
+COLUMNS = ("check", "state", "trials", "what", "seen")
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width"><style>{style}
+td, th {{ text-align: left; vertical-align: top; }} td:nth-child(n + 4) {{ white-space: pre-line; }}
 .found td:nth-child(2) {{ color: var(--run1); font-weight: 600; }} .not td {{ color: var(--soft); }}
 </style><header><h1>{title}</h1><p id="subtitle">{note}</p></header>
-<main id="figures" class="card"><table><thead><tr><th>check<th>state<th>trials<th>what<th>seen
-</thead>{rows}</table></main></html>
+<main id="figures" class="card"><table><thead><tr><th>{head}</thead>{rows}</table></main></html>
 """
 NOTE = """\
 A check that passed saw no deviation in its trials; it proves nothing about other requests. A near
@@ -54,7 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--model", help="its model (default: the first that it lists)")
     parser.add_argument("--against", metavar="URL", help="a second server that answers the same")
     parser.add_argument("--minutes", type=float, default=5.0, help="time for all checks (5)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks by name")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="checks by name")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first trial (0)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a call (120)")
     parser.add_argument("--api-key", help="key of the servers (default: CBATCH_API_KEY)")
@@ -64,20 +62,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    unknown = [name for name in args.only or () if name not in CHECKS]
-    if unknown:
-        raise FieldError(
-            "--only", f"there is no {unknown[0]!r}", f"name some of {', '.join(CHECKS)}"
-        )
     if not args.minutes > 0:
         raise FieldError("--minutes", f"{args.minutes:g} is not a time", "give a positive number")
     require_place("--json", args.json)
     require_place("--page", args.page)
     results: list[Result] = event_loop_runner()(_run(args))
-    _print(args, results)
+    _show(f"Checks of {args.url}", results, args.page)
     document = {"url": args.url, "seed": args.seed, "results": msgspec.to_builtins(results)}
-    if args.page:
-        args.page.write_text(_page(args.url, results), encoding="utf-8")
     print_figures(document, args.json)
     return FAILED_CHECK if any(each.state == FOUND for each in results) else 0
 
@@ -99,31 +90,23 @@ async def _run(args: argparse.Namespace) -> list[Result]:
     return results
 
 
-def _evidence(result: Result) -> list[str]:
-    return [f"{f.problem} (again: --only {result.name} --seed {f.seed})" for f in result.findings]
-
-
-def _print(args: argparse.Namespace, results: list[Result]) -> None:
-    console, table = TextConsole(), Table(title=f"Checks of {args.url}", title_justify="left")
-    for name in ("check", "state", "trials", "what", "seen"):
-        table.add_column(name)
+def _show(title: str, results: list[Result], page: Path | None) -> None:
+    """Print a table and the findings, and write the HTML page."""
+    console, table, rows, evidence = TextConsole(), Table(*COLUMNS, title=title), "", ""
     for result in results:
-        table.add_row(result.name, result.state, str(result.trials), result.what, result.seen[:80])
-    console.print(table)
-    for result in results:
-        for finding, evidence in zip(result.findings, _evidence(result), strict=True):
-            request = json.dumps(finding.request)[:400]
-            lines = f"{result.name}: {evidence}\n    request: {request}"
-            console.print(lines if finding.request else lines.partition("\n")[0], markup=False)
-
-
-def _page(url: str, results: list[Result]) -> str:
-    """Return an HTML page with the results and their evidence."""
-    rows = ""
-    for result in results:
-        seen = "\n".join([result.seen, *_evidence(result)])
-        cells = map(html.escape, (result.name, result.state, str(result.trials), result.what, seen))
+        lines, cells = [], [result.name, result.state, str(result.trials), result.what]
+        for finding in result.findings:
+            again = f"again: --only {result.name} --seed {finding['seed']}"
+            lines.append(f"{finding['problem']} ({again})")
+            request = json.dumps(finding["request"])[:400]
+            evidence += f"{result.name}: {lines[-1]}\n    request: {request}\n"
+        table.add_row(*cells, result.seen[:80])
+        cells = [html.escape(cell) for cell in (*cells, "\n".join([result.seen, *lines]))]
         rows += f"<tr class={result.state.split()[0]}><td>" + "<td>".join(cells)
-    style = resources.files("sim.report.page").joinpath("page.css").read_text(encoding="utf-8")
-    title = html.escape(f"Checks of {url}")
-    return PAGE.format(title=title, style=style, note=html.escape(NOTE), rows=rows)
+    console.print(table)
+    console.print(evidence, end="")
+    if page:
+        style = resources.files("sim.report.page").joinpath("page.css").read_text(encoding="utf-8")
+        title, head = html.escape(title), "<th>".join(COLUMNS)
+        text = PAGE.format(title=title, style=style, note=html.escape(NOTE), head=head, rows=rows)
+        page.write_text(text, encoding="utf-8")

@@ -201,13 +201,17 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, message: bytes, reader: Any) -> None:
-        """Send a request and pass the whole response to `reader`. Raises `CallError`."""
+    async def exchange(self, message: bytes, reader: Any, unread_s: float = 0.0) -> None:
+        """Send a request and pass the whole response to `reader`, which reads nothing for the first
+        `unread_s`. Raises `CallError`."""
         self._reader, self._ended = reader, asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self.no_data_yet, self._has_length, self._until_close = True, False, False
         self._head = b""
         self._transport.write(message)
+        if unread_s:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(unread_s, self._resume)
         try:
             await self._ended
         except BaseException:
@@ -219,6 +223,10 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def _resume(self) -> None:
+        if self.is_open:
+            self._transport.resume_reading()
 
     # -- called by the event loop
 
@@ -308,22 +316,25 @@ class HttpClient:
     def message(self, method: str, path: str, body: bytes) -> bytes:
         return self.endpoint.message(method, path, body, self._key)
 
-    async def call(self, method: str, path: str, body: bytes, reader: Any) -> None:
-        """Send a request and pass the response to `reader` as it arrives. Raises `CallError`."""
+    async def call(
+        self, method: str, path: str, body: bytes, reader: Any, *, unread_s: float = 0.0
+    ) -> None:
+        """Send a request and pass the response to `reader` as it arrives, after `unread_s`. Raises
+        `CallError`."""
         message = self.message(method, path, body)
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = self._take_idle()
                 if connection is not None:
                     try:
-                        await connection.exchange(message, reader)
+                        await connection.exchange(message, reader, unread_s)
                     except CallError as error:
                         if error.failure is not Failure.CUT or not connection.no_data_yet:
                             raise
                         connection = None
                 if connection is None:
                     connection = await self._connect()
-                    await connection.exchange(message, reader)
+                    await connection.exchange(message, reader, unread_s)
         except TimeoutError as error:
             raise CallError(Failure.TIMEOUT, f"{self._timeout_s:g} s passed") from error
         # Only now: during `exchange` the connection must not be given to another call.

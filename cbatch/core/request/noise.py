@@ -1,6 +1,6 @@
 """Sampling noise: random words that are a pure function of (seed, choice, position, purpose).
 
-This is the specification; `cbatch/runtime/sampling/noise.py` reproduces it bit for bit.
+This is the specification; `noise.py` and `race.h` in `cbatch/runtime` reproduce it bit for bit.
 
 Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as
 1, 2, 3").

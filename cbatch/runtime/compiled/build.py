@@ -31,7 +31,7 @@ SYMBOLS: tuple[str, ...] = (
     "pack",
     "bytes_of_panel",
 )
-SYMBOLS += ("look_up", "choose")
+SYMBOLS += ("look_up", "choose", "race")
 SYMBOLS += ("begin_attention", "end_attention", "attend_layer", "attention_floats")
 SYMBOLS += ("run_experts", "experts_bytes")
 _DIGEST_BYTES = hashlib.sha256().digest_size

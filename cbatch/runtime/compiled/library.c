@@ -1,10 +1,11 @@
-// Entry points: single products, greedy choice, experts, attention. The headers have those of whole
-// passes and lookups.
+// Entry points: single products, greedy and drawn tokens, experts, attention. The headers have those
+// of whole passes and lookups.
 
 #include "decoder.h"
 #include "greedy.h"
 #include "layer_attention.h"
 #include "lookup.h"
+#include "race.h"
 
 // Prepares a step for calls of `attend_layer`. Returns 2, as `decode` does, if the step is invalid.
 // Threads stay awake between calls until `end_attention`.
@@ -116,5 +117,14 @@ void choose(const float *logits, long rows, long vocab, int64_t *tokens, uint8_t
     choice_job p = {
         .logits = logits, .tokens = tokens, .finite = finite, .rows = rows, .vocab = vocab};
     run_job(choose_all, &p, sizeof p, threads, 1);
+    rest();
+}
+
+// Draws a token of each row of `chances` [rows, vocab], which need not be normalised.
+void race(const float *chances, long rows, long vocab, const noise_row *noise,
+          const float *coefficients, int64_t *tokens, long threads) {
+    race_job p = {.chances = chances, .noise = noise, .coefficients = coefficients,
+                  .tokens = tokens, .rows = rows, .vocab = vocab};
+    run_job(race_all, &p, sizeof p, threads, 1);
     rest();
 }

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cbatch.runtime.compiled.race import race_winners
 from cbatch.runtime.sampling import noise
 from triton_kernels.build.check import check_tensor
 
@@ -57,6 +58,11 @@ def draw(
         token_ids = ids.expand(len(probabilities), -1)
         words = noise.words_of(rows.keys, rows.positions, rows.choices, purposes, token_ids)
         return ids[(probabilities / noise.exponential(words)).argmax(dim=-1)]
+    if probabilities.device.type == "cpu":
+        coordinates = (*rows.keys.unbind(1), rows.choices, rows.positions, purposes)
+        winners = race_winners(probabilities, torch.stack(coordinates, dim=1))
+        if winners is not None:
+            return winners
     # Filters leave few tokens, so only their noise is computed. Sorted: ties go to the lowest id.
     width = max(1, int((probabilities > 0).sum(dim=-1).max()))  # 0 for a row of NaN
     if width * 8 > probabilities.shape[1]:
