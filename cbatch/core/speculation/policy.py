@@ -50,7 +50,8 @@ class PlannedRows(Protocol):
 
     @property
     def prompts_fill_chunk(self) -> bool:
-        """Whether these prompts have more tokens than a chunk, and the drafter has KV."""
+        """Whether these prompts have more tokens than a chunk. False if requests wait for slots,
+        or without KV of the drafter."""
 
     @property
     def remaining_tokens(self) -> np.ndarray:
