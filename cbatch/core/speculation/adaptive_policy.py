@@ -48,7 +48,7 @@ class AdaptivePolicy(EstimatingPolicy):
         super().__init__(config, limits)
         self.drafting = True
         self.decision = LookaheadDecision(np.zeros(0, np.int32))
-        self._gain = 0.0  # gain of drafting, averaged over the decisions since the last switch
+        self._gain = 0.0  # of drafting, averaged over the decisions since the last switch
         self._num_drafts = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self._newcomer_drafts = 0  # k of a row that enters, until the next decision
         self._steps = 0  # calls of `choose`
@@ -140,7 +140,7 @@ class AdaptivePolicy(EstimatingPolicy):
         if self._steps >= self._decide_at or (step.num_prompts > 0) == self._had_prompts:
             self._learns_from = (
                 self._steps
-            )  # else no step would be learned from: prompts come often
+            )  # else none would be learned from, as prompts come often
         self._decided_at, self._newcomers = self._steps, 0
         self._had_prompts = step.num_prompts > 0
         self._decide_at = self._steps + SOON_STEPS
@@ -212,9 +212,7 @@ class AdaptivePolicy(EstimatingPolicy):
         loss = max(loss, _MIN_LOSS)
         length = int(max(MAX_EXPERIMENT_STEPS * _MIN_LOSS / loss, MIN_EXPERIMENT_STEPS))
         wait = int(length * loss / share)
-        if self.drafting and not self.costs.is_measured(
-            drafts=False
-        ):  # the expected loss is a guess
+        if self.drafting and not self.costs.is_measured(drafts=False):  # the loss is a guess
             wait = min(wait, 2 * DECISION_STEPS)
         # After a change of mode, the steps between decisions grow; after an experiment they do not.
         since, due = self._steps - self._experiment.stop, self._experiment.stop + wait

@@ -50,8 +50,8 @@ class PlannedRows(Protocol):
 
     @property
     def prompts_fill_chunk(self) -> bool:
-        """Whether these prompts have more tokens than a chunk. False if requests wait for slots,
-        or without KV of the drafter."""
+        """True if these prompts have more tokens than a chunk, no request waits for a slot, and the
+        drafter has KV."""
 
     @property
     def remaining_tokens(self) -> np.ndarray:
@@ -86,7 +86,6 @@ class PolicyStats(msgspec.Struct, frozen=True, array_like=True):
 
     drafting: bool
     threshold: float | None  # lambda, the smallest (weighted) survival of a chosen draft
-
     tokens_per_s: float | None  # expected
     gain: float | None  # `tokens_per_s` relative to no drafts, minus 1
     calibration: SurvivalStats
