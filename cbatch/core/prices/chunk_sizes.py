@@ -2,9 +2,10 @@
 
 A chunk is the smallest that keeps a share of the best prompt throughput, so that decoding rows wait
 no longer than necessary for their next tokens. Where the prices do not tell whether a smaller chunk
-is slower, it is taken. A chunk changes only if the best one is another by `_HYSTERESIS`. The step
-takes at most `MAX_STRETCH` times as long as without the chunk, unless prompts would lose a further
-1 - share significantly. Targets for the gap between tokens limit chunks further.
+is slower, it is taken. Best chunks of about the same length are averaged, so that equal runs have
+equal chunks. The step takes at most `MAX_STRETCH` times as long as without the chunk, unless
+prompts would lose a further 1 - share significantly. Targets for the gap between tokens limit
+chunks further.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ PROMPT_SHARE = 0.8
 _FIRST_TOKENS, _GROWTH = 64, 2
 _MIN_TOKENS = 8  # prompt tokens of a step whatever its target, so that prompts progress
 MAX_STRETCH = 3.0
-_HYSTERESIS = 1.25
+_NEAR = 1.25  # ratio of best chunks that are averaged
 _TIE = 0.06  # relative difference of speeds that the measurements do not tell
 _BEST_EVERY = 8  # chunks after which the best is found again, or once the number of rows changes
-_MEMORY = 32  # chunks over which the mean context before them is averaged
+_MEMORY = 32  # chunks, or searches, over which a mean is taken: of the context, or of the best
 # A step is planned to take this share (margin) of the target time between two tokens. The share
 # falls after a step longer than the target, and rises after a shorter one: in equilibrium one step
 # in two hundred is too long. Each target has its own, so that clients with short ones change no
@@ -44,8 +45,10 @@ class ChunkSizes:
         sizes = _MIN_TOKENS * 2 ** (np.arange(160) / 8)  # eight sizes per doubling
         self._sizes = np.unique(np.append(sizes[sizes < max_tokens].astype(np.int64), max_tokens))
         self._max_tokens = max_tokens
-        self.last = self._max_measured = 0  # tokens of the last chosen chunk, and of the largest
+        # Tokens of the last chosen chunk, and of the largest that was measured.
+        self.last, self._max_measured = max_tokens if prompt_share >= 1 else 0, 0
         self._best_for = self.num_chunks = 0  # rows at the last search; measured steps with chunks
+        self._mean = 0.0  # of the best chunks near the last
         self._history = 0.0  # mean context before a chunk, of recent chunks
         self._margins: dict[float, float] = {}  # by target, last observed last
 
@@ -103,14 +106,15 @@ class ChunkSizes:
 
     def _chosen(self, work: StepWork) -> int:
         if self._share >= 1:
-            return self._max_tokens
+            return self.last
         max_chunk = min(max(_GROWTH * self._max_measured, _FIRST_TOKENS), self._max_tokens)
         if not self._costs.is_known:
             return max_chunk
         if work.rows != self._best_for or self.num_chunks % _BEST_EVERY == 0:
             self._best_for, best = work.rows, self._best(work.plain)
-            if not self.last / _HYSTERESIS <= best <= self.last * _HYSTERESIS:
-                self.last = best
+            is_near = self._mean / _NEAR <= best <= self._mean * _NEAR
+            self._mean += (best - self._mean) / (_MEMORY if is_near else 1)
+            self.last = round(self._mean)
         return min(self.last, max_chunk)
 
     def _best(self, work: StepWork) -> int:
@@ -134,7 +138,7 @@ class ChunkSizes:
         context lengths; 0 before prompts were observed."""
         if not (self._max_measured and self._costs.is_known):
             return 0.0
-        chunk = budget_tokens if self._share >= 1 or not work.rows else self.last or _FIRST_TOKENS
+        chunk = (self.last or _FIRST_TOKENS) if work.rows else budget_tokens
         sizes = np.array([min(chunk, budget_tokens)])
         return float((self._costs.with_chunks(work, sizes, int(self._history)) / sizes)[0])
 

@@ -64,11 +64,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             ("num_state_pages", self.num_state_pages >= 0, "give 0 or more"),
             ("state_interval", self.state_interval >= 1, "give at least 1 block"),
             ("max_num_seqs", self.max_num_seqs >= 1, "give at least 1 slot"),
-            (
-                "max_model_len",
-                self.max_model_len >= 2,
-                "give at least 2 tokens, for a prompt and its output",
-            ),
+            ("max_model_len", self.max_model_len >= 2, "give 2 or more: prompt and output"),
             (
                 "max_num_batched_tokens",
                 self.max_num_batched_tokens >= self.max_num_seqs,
@@ -79,13 +75,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             (
                 "kv_events",
                 self.enable_prefix_caching or not self.kv_events,
-                "enable the prefix cache, whose events these are",
+                "enable the prefix cache",
             ),
-            (
-                "ageing_per_s",
-                self.ageing_per_s is None or self.ageing_per_s >= 0,
-                "give 0 or more",
-            ),
+            ("ageing_per_s", (self.ageing_per_s or 0) >= 0, "give 0 or more"),
             ("prompt_share", 0 < self.prompt_share <= 1, "give a share above 0, at most 1"),
             (
                 "itl_target_s",
@@ -147,9 +139,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         for field, ids in tokens.items():
             lowest, highest = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
             if not 0 <= lowest <= highest < self.vocab_size:
-                raise FieldError(
-                    field, "has a token id out of range", f"use ids in [0, {self.vocab_size})"
-                )
+                remedy = f"use ids in [0, {self.vocab_size})"
+                raise FieldError(field, "has a token id out of range", remedy)
         longest = self.max_sequence_tokens - 1
         if len(prompt) > longest:
             limit = "" if self.max_model_len <= longest + 1 else " (the whole KV pool)"

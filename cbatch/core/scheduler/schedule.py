@@ -383,6 +383,15 @@ class DraftableRows:
         state = self._state
         return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
 
+    @cached_property
+    def prompts_fill_chunk(self) -> bool:
+        state = self._state
+        if not (state.has_draft_kv and len(state.waiting) < state.table.num_free):
+            return False
+        running = state.owners_of(state.prefilling)
+        tokens = sum(_prompt_of(state, each).remaining_tokens for each in running)
+        return tokens + sum(len(each.tokens) for each in state.waiting) > state.chunk_sizes.last
+
     @property
     def remaining_tokens(self) -> np.ndarray:
         remaining: np.ndarray = self._state.table.lookahead_end[self.rows] - self._num_known

@@ -36,6 +36,7 @@ MIN_LAG_TOKENS = 8  # catching up on fewer tokens costs a drafter almost nothing
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
 _EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.005
+_STEPS_MEMORY = 64  # steps over which the share without further chunks is averaged
 
 
 class AdaptivePolicy(EstimatingPolicy):
@@ -47,7 +48,7 @@ class AdaptivePolicy(EstimatingPolicy):
         super().__init__(config, limits)
         self.drafting = True
         self.decision = LookaheadDecision(np.zeros(0, np.int32))
-        self._gain = 0.0  # gain of drafting, averaged over the decisions since the last switch
+        self._gain = 0.0  # of drafting, averaged over the decisions since the last switch
         self._num_drafts = np.zeros(limits.max_num_seqs, dtype=np.int32)
         self._newcomer_drafts = 0  # k of a row that enters, until the next decision
         self._steps = 0  # calls of `choose`
@@ -56,6 +57,7 @@ class AdaptivePolicy(EstimatingPolicy):
         self._newcomers = 0  # rows that entered since the last decision
         self._experiment = range(0)  # steps of the latest experiment
         self._had_prompts = False  # whether prompts waited at the last decision
+        self._free_share = 1.0  # of steps in which rows may catch up
 
     @property
     def prior(self) -> tuple[float, float]:
@@ -69,15 +71,20 @@ class AdaptivePolicy(EstimatingPolicy):
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         self._steps += 1
+        may_catch_up = not step.prompts_fill_chunk
+        self._free_share += (may_catch_up - self._free_share) / _STEPS_MEMORY
         if self._steps not in self._experiment and (
             self._steps >= self._decide_at or self._has_changed(step)
         ):
             self._decide(step)
         if self._steps in self._experiment:
-            return None if self.drafting else self._single_draft(step)
-        if not self.drafting or not self.decision.total_drafts:
+            num_drafts = None if self.drafting else self._single_draft(step)
+        elif self.drafting and self.decision.total_drafts:
+            num_drafts = np.minimum(self._num_drafts[step.rows], step.max_drafts)
+        else:
             return None
-        num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.max_drafts)
+        if num_drafts is not None and not may_catch_up:  # it would delay prompts and other rows
+            num_drafts *= step.draft_kv_lag < MIN_LAG_TOKENS
         return num_drafts
 
     def observe(self, step: DraftedStep) -> None:
@@ -133,7 +140,7 @@ class AdaptivePolicy(EstimatingPolicy):
         if self._steps >= self._decide_at or (step.num_prompts > 0) == self._had_prompts:
             self._learns_from = (
                 self._steps
-            )  # else no step would be learned from: prompts come often
+            )  # else none would be learned from, as prompts come often
         self._decided_at, self._newcomers = self._steps, 0
         self._had_prompts = step.num_prompts > 0
         self._decide_at = self._steps + SOON_STEPS
@@ -175,7 +182,10 @@ class AdaptivePolicy(EstimatingPolicy):
         if prices.ingest_s > 0 and np.maximum.reduce(step.draft_kv_lag) >= MIN_LAG_TOKENS:
             # A row's catch-up time is spread over its remaining steps, of two tokens each. A row
             # does not draft if its first two drafts save less time than the share of one step.
-            lag, remaining = step.draft_kv_lag, np.maximum(step.remaining_tokens, 1)
+            # Steps with full chunks take place in any case: neither do rows catch up then, nor
+            # does a token that was drafted earlier save such a step.
+            lag = step.draft_kv_lag
+            remaining = np.maximum(self._free_share**2 * step.remaining_tokens, 1.0)
             row_s = np.where(lag >= MIN_LAG_TOKENS, lag * (2 * prices.ingest_s / remaining), 0.0)
             num_waiting = step.num_rows + step.num_prompts
             pays = np.add.reduce(values[:2]) * (prices.step_s[0] / num_waiting) > row_s
@@ -202,9 +212,7 @@ class AdaptivePolicy(EstimatingPolicy):
         loss = max(loss, _MIN_LOSS)
         length = int(max(MAX_EXPERIMENT_STEPS * _MIN_LOSS / loss, MIN_EXPERIMENT_STEPS))
         wait = int(length * loss / share)
-        if self.drafting and not self.costs.is_measured(
-            drafts=False
-        ):  # the expected loss is a guess
+        if self.drafting and not self.costs.is_measured(drafts=False):  # the loss is a guess
             wait = min(wait, 2 * DECISION_STEPS)
         # After a change of mode, the steps between decisions grow; after an experiment they do not.
         since, due = self._steps - self._experiment.stop, self._experiment.stop + wait

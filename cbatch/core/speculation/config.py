@@ -23,8 +23,7 @@ class LookaheadConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prior_trials: float = 6.0  # weight of the prior, in trials
     min_survival: float = 0.2  # smallest probability of survival at which a token is drafted
     idle_drift: float = 0.95  # share of an estimate that remains after a step without drafts
-    # Gain over drafting nothing at which `adaptive` starts to draft.
-    switch_gain: float = 0.05
+    switch_gain: float = 0.05  # gain over drafting nothing at which `adaptive` starts to draft
 
     def __post_init__(self) -> None:
         convert_fields(self)

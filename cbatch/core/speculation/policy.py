@@ -49,6 +49,11 @@ class PlannedRows(Protocol):
         """Requests whose prompts are computed or could be: they wait while rows draft."""
 
     @property
+    def prompts_fill_chunk(self) -> bool:
+        """True if these prompts have more tokens than a chunk, no request waits for a slot, and the
+        drafter has KV."""
+
+    @property
     def remaining_tokens(self) -> np.ndarray:
         """Tokens that each row may still draft, int32 [rows]."""
 
@@ -81,7 +86,6 @@ class PolicyStats(msgspec.Struct, frozen=True, array_like=True):
 
     drafting: bool
     threshold: float | None  # lambda, the smallest (weighted) survival of a chosen draft
-
     tokens_per_s: float | None  # expected
     gain: float | None  # `tokens_per_s` relative to no drafts, minus 1
     calibration: SurvivalStats
