@@ -161,8 +161,10 @@ class CommittedStep:
             host_binds = self._planned.overlaps and device_s < _DEVICE_BOUND * wall_s
             if host_binds:
                 hidden_s, draft_s = draft_s, 0.0
-            alike = all(_have_same_kind(self._planned, other) for other in self.following)
-            target_s = wall_s - draft_s if alike or not host_binds else 0.0
+            is_measured = not host_binds or all(
+                _have_same_kind(self._planned, other) for other in self.following
+            )
+            target_s = wall_s - draft_s if is_measured else 0.0
         table = self._table
         kv_len = table.num_tokens[self.rows] - table.num_uncomputed_tokens[self.rows]
         work = StepWork.decoding(len(self.slots), int(np.add.reduce(kv_len, dtype=np.int64)))
