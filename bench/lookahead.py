@@ -17,7 +17,7 @@ with another model or a head. Workloads: `questions` of many kinds, `stories` (f
 
 With `--seconds` all cells together take about this long. A cycle is then one turn of each policy,
 and a cell has as many cycles as time allows. Policies still generate the same tokens, but these may
-be of a part of the prompts.
+be of a part of the prompts. Cells for which no time is left are left out.
 
 `--temperature 0.8` samples instead, each request with its own seed. `--verification` is the method
 that verifies drafts: with `rejection` the texts differ between policies.
@@ -340,12 +340,15 @@ def main() -> None:
         turns = sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
         total = None if args.seconds else args.cycles * turns
         task = progress.add_task("measuring", total=total)
-        started_s = time.perf_counter()
+        started_s, left_out = time.perf_counter(), 0
         for i, (workload, batch, prompts) in enumerate(cells):
             seconds = None
             if args.seconds:  # time that a cell leaves goes to the later ones
                 left_s = args.seconds - (time.perf_counter() - started_s)
                 seconds = left_s / (len(cells) - i)
+                if left_s <= 0:  # starts took longer than their share
+                    left_out = len(cells) - i
+                    break
             drafts = randomised_drafts() if workload == "useless" else contextlib.nullcontext()
             with failures.caught(f"{workload}, batch {batch}"), drafts:
                 runs = measure(
@@ -366,7 +369,8 @@ def main() -> None:
                 if args.seconds
                 else f"{args.cycles} times through all prompts"
             )
-            + ", policies in short turns at the same tokens",
+            + ", policies in short turns at the same tokens"
+            + (f"; no time for {left_out} cells" if left_out else ""),
         ),
     )
     failures.end()
