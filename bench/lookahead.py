@@ -11,12 +11,17 @@ Ratios are of whole cycles through all prompts, because prompts differ more than
 best fixed k, from 0 (off) to 8, is chosen after the measurement.
 
 `--model smollm2 --drafter ngram` serves a chat model with the drafters of these names, `--draft`
-with another model or a head. Workloads: `questions` of many kinds, `stories` (free text), `renames`
-(repeats code of the prompt), and `both`, which alternates between the last two. A model without a
-chat template continues their texts. The tests' hybrid with an MTP head, on code, prose and noise:
+with another model or a head. Workloads: `questions` of many kinds, `stories` (free text), `code`
+(functions to write), `renames` (repeats code of the prompt), and `both`, which alternates between
+`stories` and `renames`. `--policy off adaptive@suffix adaptive@ngram` compares drafters in one run.
+A model without a chat template continues the texts. The tests' hybrid with an MTP head:
 
     python -m bench.lookahead --model tests/data/tiny_hybrid --tokenizer demo --drafter mtp \\
         --workload fresh stories useless --batch 1 8 32 --policy off adaptive
+
+With `--seconds` all cells together take about this long. A cycle is then one turn of each policy,
+and a cell has as many cycles as time allows. Policies still generate the same tokens, but these may
+be of a part of the prompts. Cells for which no time is left are left out.
 
 `--temperature 0.8` samples instead, each request with its own seed. `--verification` is the method
 that verifies drafts: with `rejection` the texts differ between policies.
@@ -66,6 +71,7 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 _VERIFICATIONS = ("auto", "rejection", "coupled")
 _TURN_STEPS = 3  # shortest turn, in decoding steps without drafts
 _WARM_UP_TURNS = 4  # untimed turns of each policy
+_MIN_CYCLES = 2  # of a cell of `--seconds`: an interval needs two
 
 Prompts = list[list[int]]
 
@@ -184,9 +190,12 @@ def measure(
     concurrency: int,
     args: argparse.Namespace,
     advance: Callable[[], None],
+    seconds: float | None = None,
 ) -> dict[str, list[PolicyRun]]:
     """Return the runs of each policy, one per cycle. Loops keep their requests between turns. In a
-    cycle all policies generate the same number of tokens, so only their times differ."""
+    cycle all policies generate the same number of tokens, so only their times differ. With
+    `seconds` the cycles are short, and there are at least two."""
+    end_s = None if seconds is None else time.perf_counter() + seconds
     params = msgspec.structs.replace(
         _GREEDY, temperature=args.temperature, verification=args.verification
     )
@@ -203,10 +212,17 @@ def measure(
             loop.run(tokens)
     policies = list(engines)
     runs: dict[str, list[PolicyRun]] = {policy: [] for policy in policies}
-    for _ in range(args.cycles):
+    min_cycles = args.cycles
+    if end_s is not None:
+        turns, min_cycles = 1, _MIN_CYCLES
+    for done in itertools.count():
+        if done >= min_cycles and (end_s is None or time.perf_counter() >= end_s):
+            break
         cycle = {policy: PolicyRun(0, 0.0, Speculation()) for policy in engines}
         for turn in range(turns):
-            first = turn % len(policies)  # so that each policy is first equally often
+            first = (done * turns + turn) % len(
+                policies
+            )  # so that each policy is first equally often
             for policy in (*policies[first:], *policies[:first]):
                 cycle[policy].add(loops[policy].run(tokens))
             advance()
@@ -282,6 +298,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--cycles", type=int, default=4, help="measured times through all prompts")
+    parser.add_argument("--seconds", type=float, help="time for all cells, in place of --cycles")
     parser.add_argument("--turn-tokens", type=int, default=24, help="minimum of a policy's turn")
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
@@ -292,6 +309,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def build(policy: str, args: argparse.Namespace) -> Engine:
     policy, _, record = policy.partition("+")
+    policy, _, drafter = policy.partition("@")
+    drafters = (drafter,) if drafter else args.drafter
     max_tokens = _MAX_PROMPT_TOKENS + 3 * args.output_tokens // 2
     options = EngineOptions(
         lookahead=policy,
@@ -301,8 +320,8 @@ def build(policy: str, args: argparse.Namespace) -> Engine:
         num_blocks=max(args.batch) * -(-max_tokens // 16),
         enable_prefix_caching=False,  # every cycle has the same prompts
         # Loading a head tests it on texts, which needs the tokenizer.
-        tokenizer=_tokenizer(args) if args.draft or "mtp" in (args.drafter or ()) else "none",
-        drafter=None if args.drafter is None else tuple(args.drafter),
+        tokenizer=_tokenizer(args) if args.draft or "mtp" in (drafters or ()) else "none",
+        drafter=None if drafters is None else tuple(drafters),
     )
     return load_engine(*_models(args), options, log=StepRecorder(record) if record else None)[0]
 
@@ -328,12 +347,23 @@ def main() -> None:
     failures, rows, reader = Failures(), list[dict[str, Any]](), _tokenizer(args)
     cells = [(w, b, make_prompts(w, model, reader)) for w in workloads for b in args.batch]
     with Progress() as progress:
-        total = args.cycles * sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
+        turns = sum(turns_of(prompts, batch, args)[1] for _, batch, prompts in cells)
+        total = None if args.seconds else args.cycles * turns
         task = progress.add_task("measuring", total=total)
-        for workload, batch, prompts in cells:
+        started_s, left_out = time.perf_counter(), 0
+        for i, (workload, batch, prompts) in enumerate(cells):
+            seconds = None
+            if args.seconds:  # time that a cell leaves goes to the later ones
+                left_s = args.seconds - (time.perf_counter() - started_s)
+                seconds = left_s / (len(cells) - i)
+                if left_s <= 0:  # starts took longer than their share
+                    left_out = len(cells) - i
+                    break
             drafts = randomised_drafts() if workload == "useless" else contextlib.nullcontext()
             with failures.caught(f"{workload}, batch {batch}"), drafts:
-                runs = measure(engines, prompts, batch, args, lambda: progress.advance(task))
+                runs = measure(
+                    engines, prompts, batch, args, lambda: progress.advance(task), seconds
+                )
                 rows += rows_of(workload, batch, runs)
             if failures.words:  # the engines still hold requests
                 break
@@ -344,7 +374,13 @@ def main() -> None:
         f"temperature {args.temperature:g}, verification {args.verification}",
         rows,
         notes=(
-            f"{args.cycles} times through all prompts, policies in short turns at the same tokens",
+            (
+                f"{args.seconds:g} s in all"
+                if args.seconds
+                else f"{args.cycles} times through all prompts"
+            )
+            + ", policies in short turns at the same tokens"
+            + (f"; no time for {left_out} cells" if left_out else ""),
         ),
     )
     failures.end()

@@ -95,11 +95,12 @@ class Engine:
         if request_id in self._groups:
             raise FieldError("request_id", f"{request_id!r} is running", "use another")
         ids = token_ids(prompt, self.tokenizer, self.scheduler.config.max_sequence_tokens)
+        params, seed = self._seeds.seeded(params)
         request = Request(
             request_id=request_id,
             prompt=ids,
             params=params,
-            seed=self._seeds.seed_for(params),
+            seed=seed,
             priority=priority,
             cache_salt=cache_salt,
         )

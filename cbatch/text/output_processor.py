@@ -9,6 +9,8 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from cbatch.core.request.errors import FieldError, too_long
 from cbatch.core.request.logprobs import TokenLogprobs
 from cbatch.core.request.output import OutputRow
@@ -28,13 +30,16 @@ class Seeds:
     def __init__(self, seed: int | None) -> None:
         self._seed, self._num_drawn = seed, 0
 
-    def seed_for(self, params: SamplingParams) -> int:
+    def seeded(self, params: SamplingParams) -> tuple[SamplingParams, int]:
+        """Return the parameters of a request and its seed. A seed from `seed` is the request's own,
+        so that its text does not depend on drafts, either."""
         if params.seed is not None:
-            return params.seed
+            return params, params.seed
         if self._seed is None:
-            return secrets.randbits(_SEED_BITS)
+            return params, secrets.randbits(_SEED_BITS)
         self._num_drawn += 1
-        return seed_at(self._seed, self._num_drawn - 1)
+        seed = seed_at(self._seed, self._num_drawn - 1)
+        return replace(params, seed=seed), seed
 
 
 def seed_at(seed: int, index: int) -> int:

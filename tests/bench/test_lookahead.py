@@ -108,3 +108,20 @@ def test_randomised_drafts_are_hardly_ever_accepted(engines, prompts):
             acceptances.append(loop.run(400).speculation.acceptance)
             loop.stop()
     assert acceptances[0] < 0.25 < 0.5 < acceptances[1], acceptances
+
+
+def test_a_time_budget_replaces_cycles(engines, prompts, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "build", lambda policy, _: engines[policy])
+    monkeypatch.setattr(bench, "make_prompts", lambda *_: prompts)
+    command = "x --workload fresh --batch 1 --policy off fixed:3 --seconds 0.2 --output-tokens 8"
+    monkeypatch.setattr("sys.argv", command.split())
+    bench.main()
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [row["policy"] for row in rows] == ["off", "fixed:3"]
+    assert all(row["ratio_to_off_low95"] is not None for row in rows), "two cycles at least"
+
+
+def test_a_policy_names_its_drafter():
+    args = bench.parse(["--batch", "1", "--drafter", "ngram"])
+    for policy, drafter in (("fixed:1", "ngram"), ("fixed:1@suffix", "suffix")):
+        assert bench.build(policy, args).core.scheduler.config.default_chain == (drafter,)

@@ -80,8 +80,11 @@ def test_seeds_are_drawn_when_none_is_given() -> None:
     engine = make_engine()
     seeds = {engine.add(PROMPT).seed for _ in range(4)}
     assert len(seeds) == 4
-    first, second = (make_engine(seed=7).add(PROMPT).seed for _ in range(2))
+    engines = [make_engine(seed=7) for _ in range(2)]
+    first, second = (engine.add(PROMPT).seed for engine in engines)
     assert first == second
+    # Such a seed fixes the text, too: drafts do not change sampled tokens.
+    assert all(live.request.params.coupled for live in engines[0]._live.values())
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -27,6 +27,7 @@ class CompiledLookup:
         self._look_up, self._struct, self._half = kernel.look_up, of, half_window
         places = [c_void_p, c_long, c_long, c_void_p, c_long, c_long]
         self._look_up.argtypes = [POINTER(LookupStruct), *places]
+        self._text, self._address = np.zeros((0, 0), dtype=np.int64), 0  # of the last call
 
     @classmethod
     def of(cls, lookup: Any, half_window: int) -> CompiledLookup | None:
@@ -39,18 +40,13 @@ class CompiledLookup:
     ) -> tuple[I64, I64]:
         """Draft up to `depths[i]` tokens after the first `known[i]` of a slot; return drafts and
         counts."""
-        depth = int(depths.max(initial=0))
+        depth = int(np.maximum.reduce(depths, initial=0))
         requests = np.zeros((len(slots), _COLUMNS + depth), dtype=np.int64)
         requests[:, 0], requests[:, 1], requests[:, 2] = slots, known, depths
-        status = self._look_up(
-            self._struct,
-            tokens.ctypes.data,
-            tokens.shape[1],
-            self._half,
-            requests.ctypes.data,
-            len(requests),
-            depth,
-        )
+        if tokens is not self._text:  # an address takes longer to get than a lookup in C
+            self._text, self._address = tokens, tokens.ctypes.data
+        places = self._address, tokens.shape[1], self._half, requests.ctypes.data
+        status = self._look_up(self._struct, *places, len(requests), depth)
         if status:
             raise MemoryError(f"lookups in {len(requests)} rows of {tokens.shape[1]} tokens")
         return requests[:, _COLUMNS:], requests[:, 3]

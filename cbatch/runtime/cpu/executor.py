@@ -187,18 +187,19 @@ class TorchExecutor:
         return rows
 
     def _propose(self, rows: _Rows) -> Proposal | None:
-        """Return drafts for all rows, and write them after the known tokens. None: no row drafts or
-        catches up."""
+        """Return drafts for all rows, written after the known tokens; None if no row got any."""
         assert self.drafter is not None
-        at = ((rows.num_drafts > 0) | (rows.catch_up > 0)).nonzero()[0]
-        if not len(at):
-            return None
         draft_rows = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)
-        if len(at) == len(rows.slots):
+        if np.count_nonzero(rows.num_drafts) == len(rows.slots):
             drafts = self.drafter.propose(draft_rows)
         else:
+            at = ((rows.num_drafts > 0) | (rows.catch_up > 0)).nonzero()[0]
+            if not len(at):
+                return None
             drafts = self.drafter.propose(DraftRows(*(field[at] for field in draft_rows)))
             drafts = _spread(drafts, at, len(rows.slots))
+        if not (np.count_nonzero(drafts.num_drafted) or np.count_nonzero(drafts.non_finite)):
+            return None
         row, depth = (iota(drafts.tokens.shape[1]) < drafts.num_drafted[:, None]).nonzero()
         self.table.tokens[rows.slots[row], rows.known[row] + depth] = drafts.tokens[row, depth]
         return drafts

@@ -242,11 +242,12 @@ class EngineService:
     def _request(
         self, ids: tuple[int, ...], params: SamplingParams, api_request: ApiRequest, engine: Ready
     ) -> Request:
+        params, seed = self._seeds.seeded(params)
         request = Request(
             request_id=api_request.id,
             prompt=ids,
             params=params,
-            seed=self._seeds.seed_for(params),
+            seed=seed,
             priority=api_request.fields.priority,
             cache_salt=api_request.cache_salt,
             itl_target_s=api_request.itl_target_s,
