@@ -110,10 +110,10 @@ def head_loss(hybrid: Hybrid, rows: Tensor) -> tuple[Tensor, list[float]]:
         logits = hybrid.net.lm_head(states)
     head, losses, shares = hybrid.net.lm_head.weight.detach(), [], []
     for depth, output in enumerate(hybrid.drafts(rows, states)):
-        wanted = logits[:, 1 + depth :].flatten(0, 1)
+        target = logits[:, 1 + depth :].flatten(0, 1)
         log_probs = F.log_softmax(output.flatten(0, 1) @ head.T, dim=-1)
-        choice = wanted.argmax(-1)
-        soft = -(wanted.softmax(-1) * log_probs).sum(-1).mean()
+        choice = target.argmax(-1)
+        soft = -(target.softmax(-1) * log_probs).sum(-1).mean()
         losses.append(HARD_SHARE * F.nll_loss(log_probs, choice) + (1 - HARD_SHARE) * soft)
         shares.append((log_probs.argmax(-1) == choice).float().mean().item())
     return torch.stack(losses).sum(), shares

@@ -257,9 +257,9 @@ def check_files(
 
     path = None if draft is None else resolve_directory(draft, weights=True)
     if path in (None, target.path):
-        found = _own_head(model, target, options, named=path is not None)
-        if found is not None or path is None:
-            return target, found
+        head = _own_head(model, target, options, named=path is not None)
+        if head is not None or path is None:
+            return target, head
     assert path is not None and draft is not None
     if not is_head(path):
         _require_method(options.draft_method, "draft_model")
@@ -279,15 +279,15 @@ def _own_head(
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
     from cbatch.runtime.model.mtp_weights import FC, has_mtp
 
-    wanted = options.draft_method == MTP or (named and options.draft_method is None)
+    required = options.draft_method == MTP or (named and options.draft_method is None)
     default = options.drafter is None and options.random_weights_seed is None
-    if not wanted and (named or not default or not options.may_draft):
+    if not required and (named or not default or not options.may_draft):
         return None
     problem = "runs on transformers' code; an MTP head needs our own pass"
     if target.impl != "transformers":
         config = read_config(target.path)
         if config.recurrent and has_mtp(path := resolve_directory(model, weights=True), config):
-            return ModelFiles(path, "own", target.gguf, "named" if wanted else "found")
+            return ModelFiles(path, "own", target.gguf, "named" if required else "found")
         problem = f"has no MTP head (tensor {FC}, in GGUF files nextn.eh_proj)"
     if options.draft_method != MTP:
         return None

@@ -19,13 +19,13 @@ _BARE_KEY = re.compile(r'([{,]\s*)([^\s"{}\[\],:]+)(?=\s*:)')
 
 def text_parameters(tools: Sequence[Tool]) -> TextParameters:
     """Return the parameters whose values are texts by their schema, also if they look like JSON."""
-    found = set()
+    names = set()
     for function in (tool.function for tool in tools):
         properties = (function.parameters or {}).get("properties")
         for name, schema in properties.items() if isinstance(properties, dict) else ():
             if isinstance(schema, dict) and schema.get("type") == "string":
-                found.add((function.name, name))
-    return frozenset(found)
+                names.add((function.name, name))
+    return frozenset(names)
 
 
 def read_written(call: str, pair: str, text: str, texts: TextParameters) -> tuple[str, str] | None:

@@ -84,7 +84,8 @@ def test_seeds_are_drawn_when_none_is_given() -> None:
     first, second = (engine.add(PROMPT).seed for engine in engines)
     assert first == second
     # Such a seed fixes the text, too: drafts do not change sampled tokens.
-    assert all(live.request.params.coupled for live in engines[0]._live.values())
+    sequences = engines[0].scheduler.state.sequences.values()
+    assert all(sequence.request.params.coupled for sequence in sequences) and sequences
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -183,10 +183,10 @@ def test_the_head_of_a_gguf_file_drafts(tmp_path: Path, caplog: pytest.LogCaptur
     of_model |= {name.replace("blk.3.", "blk.16."): each for name, each in last.items()}
     names = {"fc": "eh_proj", "norm": "shared_head_norm"}
     names |= {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
-    for name, ours in names.items():
+    for name, stem in names.items():
         tensor = stored_head[f"{name}.weight"].float()
         tensor = stored(tensor, Q8_0) if name == "fc" else stored(tensor + 1, F32)
-        of_model[f"blk.16.nextn.{ours}.weight"] = tensor
+        of_model[f"blk.16.nextn.{stem}.weight"] = tensor
     metadata |= {"qwen35.block_count": 17, "qwen35.nextn_predict_layers": 1}
     path = tmp_path / "hybrid.gguf"
     path.write_bytes(gguf_bytes(metadata, of_model))

@@ -57,7 +57,7 @@ class Device:
         self.spent_s: Counter[str] = Counter()
 
     @property
-    def num_pending(self) -> int:
+    def numpending(self) -> int:
         return len(self._plans)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ class Device:
         depth = int(drafts.max(initial=0))
         hits = (self._random.random((len(drafts), depth)) < _CHANCE).cumprod(axis=1).sum(axis=1)
         accepted = np.minimum(hits, drafts)
-        rows = self._executor.steps.rows(self._executor._pending[0].buffers)
+        rows = self._executor.steps.rows(self._executor.pending[0].buffers)
         tokens = self._random.integers(300, 4000, (len(drafts), rows.shape[1] - fields.NUM_FIELDS))
         rows[plan.slots, fields.NUM_FIELDS :] = tokens
         rows[plan.slots, fields.STATUS] = 0

@@ -305,7 +305,7 @@ def test_texts_are_encoded_as_transformers_does(
         values["add_space_prefix"] = architecture == "phi3"
     else:
         values |= {"merges": merges, "add_space_prefix": False}
-    ours = gguf_tokenizer(as_read({f"tokenizer.ggml.{k}": v for k, v in values.items()}), "x")
+    tokenizer = gguf_tokenizer(as_read({f"tokenizer.ggml.{k}": v for k, v in values.items()}), "x")
     names = reader.GGUF_TOKENIZER_MAPPING["tokenizer"]
     read = {names.get(f"ggml.{key}"): value for key, value in values.items()}
     own = {"qwen2": "Qwen2Tokenizer", "qwen35": "Qwen3_5Tokenizer"}
@@ -315,12 +315,12 @@ def test_texts_are_encoded_as_transformers_does(
         made = getattr(transformers, own[architecture])(
             vocab=vocab, merges=[tuple(m.split()) for m in merges]
         )
-        theirs = reader.add_gguf_special_tokens(made, read).backend_tokenizer
+        reference = reader.add_gguf_special_tokens(made, read).backend_tokenizer
         if architecture == "starcoder2":  # the same without composition
-            theirs.normalizer = None
+            reference.normalizer = None
     else:
-        theirs, _ = reader.convert_gguf_tokenizer(architecture, read)
-        theirs.model.ignore_merges = pre in ("llama-bpe", "tekken")
+        reference, _ = reader.convert_gguf_tokenizer(architecture, read)
+        reference.model.ignore_merges = pre in ("llama-bpe", "tekken")
     for text in _drawn():
-        expected = theirs.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text, add_special_tokens=False) == expected, text
+        expected = reference.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False) == expected, text

@@ -87,7 +87,7 @@ class GpuExecutor:
         self.step_capture = StepCapture(steps, self.host_side)
         self._logprobs = LogprobsReader(target, self.target_pass, self.state, grammars)
         self._buffers = deque(HostBuffers() for _ in range(_MAX_PENDING))
-        self._pending: deque[Pending] = deque()
+        self.pending: deque[Pending] = deque()
 
     @property
     def background_kernels(self) -> UncompiledKernels:
@@ -99,7 +99,7 @@ class GpuExecutor:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self.pending)
 
     def check(self, request: Request) -> None:
         self.host_side.check(request.params)
@@ -109,29 +109,29 @@ class GpuExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Queue a step. Raises ValueError for a plan that does not fit the slots, RowError for a
         sequence that cannot be run here, RuntimeError if two steps are pending already."""
-        if len(self._pending) >= _MAX_PENDING:
+        if len(self.pending) >= _MAX_PENDING:
             raise RuntimeError(f"submit: {_MAX_PENDING} steps are under way; call wait() first")
         with self.queue.working():
             step = self._begin(plan)
             masks = len(self.host_side.masked(plan)) > 0
             if not masks and self.steps.run_whole(step.bounds):
-                self._finish(step)
+                self.finish(step)
             else:
                 self.steps.compute(step.bounds)
-                if not (masks and self._pending):
+                if not (masks and self.pending):
                     self.decide(step)
-            self._pending.append(step)
+            self.pending.append(step)
 
     def wait(self) -> StepResult:
         """Wait for the oldest pending step and return its result. Raises ValueError if its plan did
         not fit the sequences on the device, RuntimeError if no step is pending."""
-        if not self._pending:
+        if not self.pending:
             raise RuntimeError("wait: no step was submitted; call submit(plan) first")
-        step = self._pending.popleft()
+        step = self.pending.popleft()
         step.done.wait()
         result = self.report(step)
         self._buffers.append(step.buffers)
-        for later in self._pending:
+        for later in self.pending:
             if not later.decided:
                 with torch.inference_mode(), self.queue.working():
                     self.decide(later)
@@ -146,7 +146,7 @@ class GpuExecutor:
         """Forget every slot and pending step. KV stays: no sequence reads what it did not write."""
         self.queue.synchronize()
         self._buffers = deque(HostBuffers() for _ in range(_MAX_PENDING))
-        self._pending.clear()
+        self.pending.clear()
         self._slots.clear()
         self._logprobs.clear()
         self.host_side.forget()
@@ -154,7 +154,7 @@ class GpuExecutor:
     def _begin(self, plan: StepPlan) -> Pending:
         started = self.queue.record_event()
         self.host_side.apply_deltas(plan.deltas)
-        draft_plan = self.host_side.plan_drafts(plan, (step.plan for step in self._pending))
+        draft_plan = self.host_side.plan_drafts(plan, (step.plan for step in self.pending))
         message, bounds = self._slots.update(plan, draft_plan)
         self._check_bounds(plan, bounds)
         self._logprobs.apply_deltas(plan.deltas)
@@ -188,9 +188,9 @@ class GpuExecutor:
             known = self.host_side.known
             step.dead_ends = self.steps.masking.mask(known, masked, step.buffers, drafts=drafts)
         self.steps.decide(bounds, rows)
-        self._finish(step)
+        self.finish(step)
 
-    def _finish(self, step: Pending) -> None:
+    def finish(self, step: Pending) -> None:
         self.steps.fetch(step.buffers)
         step.logprobs = self._logprobs.queue(step.plan, self.queue)
         step.done, step.decided = self.queue.record_event(), True

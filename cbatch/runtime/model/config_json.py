@@ -86,11 +86,8 @@ def parse_config(
     types = _layer_types(f, family, f.integer("num_hidden_layers"))
     windows = _windows(f, family, f.integer("num_hidden_layers"), types)
     main_rope, ropes = parse_ropes(f, family, windows, types, mixer.key_dim)
-    feed_forwards: list[FeedForward | Experts | None]
-    feed_forwards = [*_feed_forwards(f, family, norm, numbers)]
+    feed_forwards = _feed_forwards(f, family, norm, numbers)
     recurrences = parse_recurrence(f, family, _branch(family.norms[:2], norm, numbers))
-    for index in f.get("without_forward", []):
-        feed_forwards[index] = None
     rows = zip(ropes, windows, feed_forwards, recurrences, strict=True)
     layers: list[LayerRecord] = []
     for rope, window, feed_forward, recurrence in rows:
@@ -193,8 +190,8 @@ def _branch(names: Sequence[str], norm: Norm, numbers: dict[str, float]) -> dict
 
 def _feed_forwards(
     f: Fields, family: Family, norm: Norm, numbers: dict[str, float]
-) -> list[FeedForward | Experts]:
-    """Return the feed-forward of each layer."""
+) -> list[FeedForward | Experts | None]:
+    """Return the feed-forward of each layer; None for a layer without one."""
     names = (family.norms[0], "") if family.parallel else family.norms[2:]
     branch, activation = _branch(names, norm, numbers), _activation(f, family)
     dense = FeedForward(
@@ -204,9 +201,9 @@ def _feed_forwards(
         gated=family.gated,
         bias=_bias(f, family.mlp_bias),
     )
-    layers = range(f.integer("num_hidden_layers"))
+    layers, without = range(f.integer("num_hidden_layers")), f.get("without_forward", [])
     if family.experts is None or not _has_experts(f, family):
-        return [dense for _ in layers]
+        return [None if i in without else dense for i in layers]
     experts = _experts(f, family.experts, branch, activation)
     interval = f.integer("decoder_sparse_step", 1)
     dense_layers = f.get("mlp_only_layers", [])
@@ -218,7 +215,10 @@ def _feed_forwards(
     if not valid:
         problem = f"must be a list of layers, 0 to {len(layers) - 1}; got {dense_layers!r:.40}"
         raise f.error("mlp_only_layers", problem)
-    return [dense if i in dense_layers or (i + 1) % interval else experts for i in layers]
+    return [
+        None if i in without else dense if i in dense_layers or (i + 1) % interval else experts
+        for i in layers
+    ]
 
 
 def _has_experts(f: Fields, family: Family) -> bool:

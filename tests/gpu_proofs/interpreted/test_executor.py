@@ -215,14 +215,14 @@ def test_faults_and_values_that_are_not_finite(
     """The first request reaches token 60, which breaks the target, and ends with an error. The
     second reaches 59, which breaks the draft, and continues without. The others are unaffected.
     Slots and blocks are used again. Twice a step fails after it was queued."""
-    real, steps = GpuExecutor._finish, iter(range(1000))
+    real, steps = GpuExecutor.finish, iter(range(1000))
 
     def failing(executor: GpuExecutor, step: Any) -> None:
         real(executor, step)
         if next(steps) in (2, 5):
             raise OutOfResources(300_000, 232_448, "shared memory")
 
-    monkeypatch.setattr(GpuExecutor, "_finish", failing)
+    monkeypatch.setattr(GpuExecutor, "finish", failing)
     requests = [
         make_request("target", [3, 60, 4], max_tokens=6),
         make_request("draft", [5, 59, 6], max_tokens=6),
