@@ -189,13 +189,13 @@ class TorchExecutor:
     def _propose(self, rows: _Rows) -> Proposal | None:
         """Return drafts for all rows, written after the known tokens; None if no row got any."""
         assert self.drafter is not None
+        at = ((rows.num_drafts > 0) | (rows.catch_up > 0)).nonzero()[0]
+        if not len(at):
+            return None
         draft_rows = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)
-        if np.count_nonzero(rows.num_drafts) == len(rows.slots):
+        if len(at) == len(rows.slots):
             drafts = self.drafter.propose(draft_rows)
         else:
-            at = ((rows.num_drafts > 0) | (rows.catch_up > 0)).nonzero()[0]
-            if not len(at):
-                return None
             drafts = self.drafter.propose(DraftRows(*(field[at] for field in draft_rows)))
             drafts = _spread(drafts, at, len(rows.slots))
         if not (np.count_nonzero(drafts.num_drafted) or np.count_nonzero(drafts.non_finite)):

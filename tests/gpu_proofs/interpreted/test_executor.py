@@ -138,7 +138,7 @@ SCENARIOS = {
         {"noise": 0.05, "vocab_size": 50, "context": 24},
         "accepted, rejected",
     ),
-    **{kind: WITH_HEAD._replace(draft=kind) for kind in HEADS},
+    **{kind: WITH_HEAD._replace(draft=kind) for kind in CLASSES},
 }
 
 

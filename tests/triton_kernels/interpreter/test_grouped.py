@@ -138,7 +138,7 @@ def test_products_of_different_kinds_share_their_pairs(kinds: tuple[str, str]) -
     record = Experts(count=EXPERTS, chosen=1, inner=64)
     router = InvariantDense(noise(EXPERTS, 64, seed=5), torch.tensor([90.0, 0, 0, 0, 0]))
     x = noise(70, 64)
-    y = ExpertsForward(record, router, gate_up, down)(x)
+    y = ExpertsForward(record, router, None, gate_up, down)(x)
     chosen = torch.zeros(70, 1, dtype=torch.int32)
     inner = grouped_reference(x, gate_up, chosen, EXPERTS, ExpertGate("silu"))
     expected = grouped_reference(inner, down, chosen, EXPERTS)
