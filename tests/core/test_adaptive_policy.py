@@ -363,18 +363,6 @@ def test_that_the_drafter_reads_every_new_prompt_is_a_price_of_drafting(new_prom
     assert share < 0.2 if new_prompts else share > 0.8, share
 
 
-def test_no_row_catches_up_while_prompts_fill_the_chunks() -> None:
-    """The drafter's KV of two rows is complete: they draft."""
-    costs = StepCosts(CostProfile(10e-3, draft_pass_s=1e-4, draft_token_s=1e-6))
-    policy = AdaptivePolicy(LookaheadConfig(policy="adaptive", k=1), PolicyLimits(4, 64, costs))
-    for slot in range(4):
-        policy.enter(slot, None)
-    step = RowsToPlan(slice(0, 4), np.ones(4, np.int32), behind=np.array([100, 0, 100, 0]))
-    for step.prompts_fill_chunk, expected in ((False, [1, 1, 1, 1]), (True, [0, 1, 0, 1])):
-        chosen = policy.choose(step)
-        assert chosen is not None and chosen.tolist() == expected
-
-
 @pytest.mark.parametrize(("answers", "drafts"), [(4, True), (1, False)])
 def test_drafts_that_are_asked_for_and_do_not_come_are_no_gain(answers: int, drafts: bool) -> None:
     """The first draft of a step costs a fifth of it, further ones little: drafting pays if all four
