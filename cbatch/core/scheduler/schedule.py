@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
@@ -386,11 +387,12 @@ class DraftableRows:
     @cached_property
     def prompts_fill_chunk(self) -> bool:
         state = self._state
-        if not (state.has_draft_kv and len(state.waiting) < state.table.num_free):
+        if not (self.num_prompts and state.has_draft_kv):
             return False
+        tokens = sum(len(each.tokens) for each in islice(state.waiting, state.table.num_free))
         running = state.owners_of(state.prefilling)
-        tokens = sum(_prompt_of(state, each).remaining_tokens for each in running)
-        return tokens + sum(len(each.tokens) for each in state.waiting) > state.chunk_sizes.last
+        tokens += sum(_prompt_of(state, each).remaining_tokens for each in running)
+        return tokens > state.chunk_sizes.last
 
     @property
     def remaining_tokens(self) -> np.ndarray:

@@ -50,8 +50,7 @@ class PlannedRows(Protocol):
 
     @property
     def prompts_fill_chunk(self) -> bool:
-        """True if these prompts have more tokens than a chunk, no request waits for a slot, and the
-        drafter has KV."""
+        """Whether these prompts have more tokens than a chunk, and the drafter has KV."""
 
     @property
     def remaining_tokens(self) -> np.ndarray:
