@@ -99,7 +99,6 @@ class RowsToPlan(msgspec.Struct):
     budget_tokens: int = 2**20
     behind: np.ndarray | None = None
     num_prompts: int = 0
-    prompts_fill_chunk: bool = False
 
     @property
     def num_rows(self) -> int:

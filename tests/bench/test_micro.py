@@ -62,7 +62,6 @@ class FakePlannedRows(NamedTuple):
     budget_tokens: int = TOKENS
     context_tokens: int = 0
     num_prompts: int = 0
-    prompts_fill_chunk: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
@@ -383,16 +382,6 @@ class DraftableRows:
     def num_prompts(self) -> int:
         state = self._state
         return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
-
-    @cached_property
-    def prompts_fill_chunk(self) -> bool:
-        state = self._state
-        if not (self.num_prompts and state.has_draft_kv):
-            return False
-        tokens = sum(len(each.tokens) for each in islice(state.waiting, state.table.num_free))
-        running = state.owners_of(state.prefilling)
-        tokens += sum(_prompt_of(state, each).remaining_tokens for each in running)
-        return tokens > state.chunk_sizes.last
 
     @property
     def remaining_tokens(self) -> np.ndarray:

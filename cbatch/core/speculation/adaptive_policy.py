@@ -36,7 +36,6 @@ MIN_LAG_TOKENS = 8  # catching up on fewer tokens costs a drafter almost nothing
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
 _EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.005
-_STEPS_MEMORY = 64  # steps over which the share without further chunks is averaged
 
 
 class AdaptivePolicy(EstimatingPolicy):
@@ -57,7 +56,6 @@ class AdaptivePolicy(EstimatingPolicy):
         self._newcomers = 0  # rows that entered since the last decision
         self._experiment = range(0)  # steps of the latest experiment
         self._had_prompts = False  # whether prompts waited at the last decision
-        self._free_share = 1.0  # of steps in which rows may catch up
 
     @property
     def prior(self) -> tuple[float, float]:
@@ -71,20 +69,15 @@ class AdaptivePolicy(EstimatingPolicy):
 
     def choose(self, step: PlannedRows) -> np.ndarray | None:
         self._steps += 1
-        may_catch_up = not step.prompts_fill_chunk
-        self._free_share += (may_catch_up - self._free_share) / _STEPS_MEMORY
         if self._steps not in self._experiment and (
             self._steps >= self._decide_at or self._has_changed(step)
         ):
             self._decide(step)
         if self._steps in self._experiment:
-            num_drafts = None if self.drafting else self._single_draft(step)
-        elif self.drafting and self.decision.total_drafts:
-            num_drafts = np.minimum(self._num_drafts[step.rows], step.max_drafts)
-        else:
+            return None if self.drafting else self._single_draft(step)
+        if not self.drafting or not self.decision.total_drafts:
             return None
-        if num_drafts is not None and not may_catch_up:  # it would delay prompts and other rows
-            num_drafts *= step.draft_kv_lag < MIN_LAG_TOKENS
+        num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.max_drafts)
         return num_drafts
 
     def observe(self, step: DraftedStep) -> None:
@@ -182,10 +175,7 @@ class AdaptivePolicy(EstimatingPolicy):
         if prices.ingest_s > 0 and np.maximum.reduce(step.draft_kv_lag) >= MIN_LAG_TOKENS:
             # A row's catch-up time is spread over its remaining steps, of two tokens each. A row
             # does not draft if its first two drafts save less time than the share of one step.
-            # Steps with full chunks take place in any case: neither do rows catch up then, nor
-            # does a token that was drafted earlier save such a step.
-            lag = step.draft_kv_lag
-            remaining = np.maximum(self._free_share**2 * step.remaining_tokens, 1.0)
+            lag, remaining = step.draft_kv_lag, np.maximum(step.remaining_tokens, 1)
             row_s = np.where(lag >= MIN_LAG_TOKENS, lag * (2 * prices.ingest_s / remaining), 0.0)
             num_waiting = step.num_rows + step.num_prompts
             pays = np.add.reduce(values[:2]) * (prices.step_s[0] / num_waiting) > row_s

@@ -49,10 +49,6 @@ class PlannedRows(Protocol):
         """Requests whose prompts are computed or could be: they wait while rows draft."""
 
     @property
-    def prompts_fill_chunk(self) -> bool:
-        """Whether these prompts have more tokens than a chunk, and the drafter has KV."""
-
-    @property
     def remaining_tokens(self) -> np.ndarray:
         """Tokens that each row may still draft, int32 [rows]."""
 
