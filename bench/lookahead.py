@@ -298,13 +298,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--cycles", type=int, default=4, help="measured times through all prompts")
-    parser.add_argument("--seconds", type=float, help="time for all cells, in place of --cycles")
+    parser.add_argument(
+        "--seconds", type=_positive, help="time for all cells, in place of --cycles"
+    )
     parser.add_argument("--turn-tokens", type=int, default=24, help="minimum of a policy's turn")
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--verification", default="auto", choices=_VERIFICATIONS)
     return parser.parse_args(argv)
+
+
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise ValueError
+    return seconds
 
 
 def build(policy: str, args: argparse.Namespace) -> Engine:

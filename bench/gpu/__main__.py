@@ -59,7 +59,7 @@ SECTIONS = {
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m bench.gpu",
-        description="Measure engine, kernels and correctness on a GPU; without one, a dry run.",
+        description="Measure engine, kernels and correctness on a GPU; without one, only the host.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for results and tables")
     parser.add_argument("--section", choices=SECTIONS, action="append", help="default: all")
@@ -170,7 +170,7 @@ def print_results(bench: Bench, minutes: float) -> None:
     """Print tables, and write them to a file; then one line of JSON, as every benchmark does."""
     text, about = io.StringIO(), bench.about
     with contextlib.redirect_stdout(text):
-        device = about.get("device") or "no GPU: a dry run, nothing is timed"
+        device = about.get("device") or "no GPU: only `host` is timed"
         print(device, about.get("date"), f"commit {about.get('commit')}", sep=", ")
         for title, rows in report.tables(bench.rows).items():
             print_table(title, rows)

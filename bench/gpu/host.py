@@ -27,4 +27,6 @@ def run(bench: Bench, words: list[str]) -> Row:
             key = f"{row['lookahead']} {row['requests']}"
             bench.save("host", {key: row | {"what": "host time", "status": "ok"}})
             steps += 1
+    if process.returncode or not steps:
+        raise RuntimeError(f"{words[-1]}: exit status {process.returncode} after {steps} rows")
     return {"steps": steps}

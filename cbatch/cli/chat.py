@@ -69,7 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Talk with a model in the terminal.",
         epilog=EPILOG,
     )
-    add_flags(parser, SamplingParams, only=SAMPLING_FIELDS, defaults={"max_tokens": "the context"})
+    add_flags(parser, SamplingParams, only=SAMPLING_FIELDS, defaults=_DEFAULTS)
     add_engine_flags(parser, ChatSettings)
     parser.set_defaults(run=run)
 
@@ -166,6 +166,9 @@ SAMPLING_FIELDS = {
 _BY_ALIAS = {alias: each for each in SAMPLING_FIELDS.values() for alias in each.names}
 # Without advice in a model's files: at temperature 1 small models wander into other languages.
 _SAMPLING = {"temperature": 0.7, "top_p": 0.9}
+_DEFAULTS = {"max_tokens": "the context"} | {
+    k: f"the model's, else {v}" for k, v in _SAMPLING.items()
+}
 _ACCEPTED, _THOUGHT = "#4dbbaa", "dim"  # styles; the first is the live page's colour
 _NOTES = {
     FinishReason.CANCELLED: "stopped",

@@ -90,7 +90,7 @@ class Engine:
         """Queue a prompt (text or token ids). Requests share cached prefixes only if they have the
         same `cache_salt`. `mark_ids` is as in `LiveChoice`. Raises `FieldError` for an invalid
         request, and does not queue it."""
-        params = params or self.default_params
+        params = given = params or self.default_params
         request_id = request_id or f"request-{self._num_added}"
         if request_id in self._groups:
             raise FieldError("request_id", f"{request_id!r} is running", "use another")
@@ -118,6 +118,7 @@ class Engine:
                 live[name] = LiveChoice(choice, request_id, self.tokenizer, mark_ids=mark_ids)
             added.pop_all()
         self._num_added += 1
+        self._seeds.count(given)
         self._live |= live
         self._groups[request_id] = names
         return Accepted(request_id, ids, request.seed, params.n)

@@ -124,5 +124,7 @@ def weight_bytes(model: ModelFacts, num_ranks: int = 1) -> int:
     count = num_weights(c)
     if not c.tie_embeddings:
         count += c.vocab_size * c.hidden_size
+    if c.layer_inputs is not None:  # their table
+        count += c.vocab_size * c.num_layers * c.layer_inputs.width
     count -= (c.vocab_size - head_rows(c, num_ranks)) * c.hidden_size
     return count * model.dtype.itemsize

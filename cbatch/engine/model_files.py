@@ -22,6 +22,7 @@ from cbatch.runtime.model.config import (
 )
 from cbatch.runtime.model.config_json import load_config
 from cbatch.runtime.model.gguf_file import Gguf, is_gguf, read_gguf
+from cbatch.runtime.model.head_config import is_head
 from cbatch.runtime.transformers_backend.support import refuse_unsupported
 from cbatch.system.cache import cache_folder
 from cbatch.text import ChatTemplate, TextTokenizer, load_chat_template, load_tokenizer
@@ -86,7 +87,7 @@ def load_tokenizers(
     if options.tokenizer == "none":
         return None
     tokenizer = tokenizer_of(options.tokenizer or model)
-    if draft is not None:
+    if draft is not None and not is_head(Path(draft)):
         tokenizer_of(draft).require_same_as(tokenizer)
     return tokenizer
 
@@ -253,10 +254,10 @@ def check_files(
     load. Raises the errors of `choose_impl`."""
     target = _check_files_of(model, "model", options)
     from cbatch.runtime.model.checkpoint import read_config, resolve_directory
-    from cbatch.runtime.model.head_config import is_head, read_head
+    from cbatch.runtime.model.head_config import read_head
 
     path = None if draft is None else resolve_directory(draft, weights=True)
-    if path in (None, target.path):
+    if path is None or path.resolve() == target.path.resolve():
         head = _own_head(model, target, options, named=path is not None)
         if head is not None or path is None:
             return target, head

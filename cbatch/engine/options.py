@@ -227,7 +227,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             problem = f"method {config.method!r} with model {config.model!r}"
             remedy = "give a model, or method ngram, suffix or mtp alone"
             raise FieldError("speculative_config", problem, remedy)
-        if self.draft is not None or (lookup and self.engine.drafter is not None):
+        drafter = self.engine.drafter
+        own_head_unused = config.method == MTP and not {MTP, MODEL} & set(drafter or (MTP,))
+        if self.draft is not None or (lookup and drafter is not None) or own_head_unused:
             problem = "and draft or drafter exclude each other"
             raise FieldError("speculative_config", problem, "leave one out")
         method = {"drafter": (config.method,)} if lookup else {"draft_method": config.method}

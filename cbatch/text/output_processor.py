@@ -32,14 +32,18 @@ class Seeds:
 
     def seeded(self, params: SamplingParams) -> tuple[SamplingParams, int]:
         """Return the parameters of a request and its seed. A seed from `seed` is the request's own,
-        so that its text does not depend on drafts, either."""
+        so that its text does not depend on drafts, unless it asks for `rejection`. The next request
+        gets the same seed until `count` is called."""
         if params.seed is not None:
             return params, params.seed
         if self._seed is None:
             return params, secrets.randbits(_SEED_BITS)
-        self._num_drawn += 1
-        seed = seed_at(self._seed, self._num_drawn - 1)
+        seed = seed_at(self._seed, self._num_drawn)
         return replace(params, seed=seed), seed
+
+    def count(self, params: SamplingParams) -> None:
+        """Note that a request with these parameters, given before `seeded`, is accepted."""
+        self._num_drawn += params.seed is None
 
 
 def seed_at(seed: int, index: int) -> int:

@@ -24,7 +24,7 @@ from cbatch.text.forced_tools import (
     call_id,
 )
 from cbatch.text.outputs import Output
-from cbatch.text.written_calls import TextParameters, read_written
+from cbatch.text.written_calls import TextParameters, may_begin, read_written
 
 _MAX_HEAD_CHARS = 256  # longest head: the text between a call's tag and its arguments
 
@@ -257,14 +257,15 @@ class ReplyReader:
     def _read_written(self, form: ToolCallFormat, final: bool) -> bool:
         """Read a call that is not JSON. Its end may be absent at the end of the reply."""
         pending = self._pending
-        if not form.head.startswith(pending.lstrip()[: len(form.head)]):
+        if not may_begin(form.head, form.partial_head, pending[:_MAX_HEAD_CHARS]):
             return self._reject_call()
         end = pending.find(form.end, max(self._read_to - len(form.end), 0))
         self._read_to = len(pending)
         if end < 0 and (self._cut or not final):
             return final and self._reject_call()
-        end = len(pending) if end < 0 else end
-        return self._add_call(read_written(form.call, form.pair, pending[:end], self._texts), end)
+        ended, end = end >= 0, len(pending) if end < 0 else end
+        call = read_written(form.call, form.pair, pending[:end], self._texts, ended=ended)
+        return self._add_call(call, end)
 
     def _read_no_object(self, name: str | None, at: int, final: bool) -> bool:
         """Read a call whose head ends at index `at` of the pending text, and no object follows."""
@@ -316,8 +317,7 @@ class ReplyReader:
         return True
 
     def _emit_thought(self, text: str, mark: str = "") -> None:
-        shown = Thought(text) if self._separate else text + mark
-        if shown:
+        if shown := Thought(text) if self._separate else text + mark:
             self._parts.append(shown)
 
     def _emit(self, text: str) -> None:
@@ -339,10 +339,10 @@ def read_reply(output: Output, reader: ReplyReader) -> Iterator[tuple[ReplyPart,
     for part in reader.push(output.text[sum(map(len, pieces)) :]):
         yield part, False
     if done is not None:
-        for part in reader.finish(cut=done.finish_reason is not FinishReason.STOP):
+        stopped = done.finish_reason is FinishReason.STOP
+        for part in reader.finish(cut=not stopped or done.stop_string is not None):
             yield part, False
-        called = done.finish_reason is FinishReason.STOP and reader.complete
-        yield Done("tool_calls" if called else done.finish_reason.value), False
+        yield Done("tool_calls" if stopped and reader.complete else done.finish_reason.value), False
 
 
 @lru_cache

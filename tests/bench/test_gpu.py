@@ -173,7 +173,10 @@ def test_peers_that_are_none_are_refused(tmp_path: Path, capsys: Any) -> None:
 
 def test_the_section_of_the_host_leaves_a_row_per_line_and_needs_no_device(tmp_path: Path) -> None:
     made = {"lookahead": "off", "requests": "stay", "host_us": 300.0}
-    assert host.run(Bench(tmp_path), [sys.executable, "-c", f"print({json.dumps(made)!r})"])
+    program = [sys.executable, "-c", f"print({json.dumps(made)!r})"]
+    assert host.run(Bench(tmp_path), program) == {"steps": 1}
+    with pytest.raises(RuntimeError, match="exit status 3 after 1 rows"):
+        host.run(Bench(tmp_path), [*program[:2], f"{program[2]}; exit(3)"])
     (row,) = Bench(tmp_path).rows
     assert report.tables([row])["host time"][0]["host_us"] == 300.0
     assert [name for name, each in command.SECTIONS.items() if each.anywhere] == ["host"]

@@ -359,6 +359,7 @@ def test_speculative_config(
         ({"speculative_config": {"method": "mlp_speculator"}}, r"mlp.*prompt_lookup_min"),
         ({"drafter": ("mtp",), "draft_method": "eagle"}, "mtp and method eagle exclude each other"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "give a model"),
+        ({"speculative_config": {"method": "mtp"}, "drafter": ("ngram",)}, "drafter exclude"),
         (
             {"speculative_config": {"method": "ngram", "prompt_lookup_max": 5}},
             "prompt_lookup_max 5 is not supported; use 4",

@@ -81,6 +81,8 @@ def test_seeds_are_drawn_when_none_is_given() -> None:
     seeds = {engine.add(PROMPT).seed for _ in range(4)}
     assert len(seeds) == 4
     engines = [make_engine(seed=7) for _ in range(2)]
+    with pytest.raises(FieldError):  # a refused request leaves no trace
+        engines[1].add(PROMPT, SamplingParams(drafter=("suffix",)))
     first, second = (engine.add(PROMPT).seed for engine in engines)
     assert first == second
     # Such a seed fixes the text, too: drafts do not change sampled tokens.

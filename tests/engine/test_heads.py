@@ -12,10 +12,10 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-from cbatch import LLM, FieldError, SamplingParams
+from cbatch import LLM, EngineOptions, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.engine.build import load_engine
-from cbatch.engine.model_files import tokenizer_of
+from cbatch.engine.model_files import load_tokenizers, tokenizer_of
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.cpu.drafters.kinds import HEADS
@@ -36,6 +36,7 @@ PROMPTS = demo_prompts()[:6]
 
 @needs_compiler
 def test_the_shipped_head_drafts_and_changes_no_text(caplog):
+    assert load_tokenizers(demo_paths()[0], demo_head(), EngineOptions()), "a head may have none"
     """This holds after a prefix hit, too."""
     caplog.set_level("INFO", logger="cbatch")
     plain = LLM(TARGET, lookahead="off", max_num_seqs=6).generate(PROMPTS, GREEDY)

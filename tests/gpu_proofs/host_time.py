@@ -57,7 +57,7 @@ class Device:
         self.spent_s: Counter[str] = Counter()
 
     @property
-    def numpending(self) -> int:
+    def num_pending(self) -> int:
         return len(self._plans)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cbatch.core.request import noise as specification
 from cbatch.core.request.noise import Purpose
+from cbatch.runtime.compiled.race import race_winners
 from cbatch.runtime.sampling import noise, rejection_sampler
 from cbatch.runtime.sampling.rejection_sampler import (
     NoiseRows,
@@ -182,6 +183,10 @@ def test_draws_are_the_specified_ones(compiled: bool, monkeypatch: pytest.Monkey
     """Wherever only few tokens are possible, and where equal scores go to the lowest id."""
     if not compiled:
         monkeypatch.setattr(rejection_sampler, "race_winners", lambda *_: None)
+    elif race_winners(torch.ones(1, 4), torch.ones(1, 5, dtype=torch.int64)) is not None:
+        for shape, dtype in (((1, 4), torch.bfloat16), ((2, 4), torch.float32)):
+            with pytest.raises(ValueError, match="needs"):
+                race_winners(torch.ones(shape, dtype=dtype), torch.ones(1, 5, dtype=torch.int64))
     rng, rows = np.random.default_rng(8), rows_for(200)
     for vocab in (1, 3, 127, 512, 2000):
         drawn = specified_noise(rows, vocab)

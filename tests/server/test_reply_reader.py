@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.core.request.request import StructuredOutputs
+from cbatch.core.request.request import FinishReason, StructuredOutputs
 from cbatch.text.forced_tools import (
     ForcedCall,
     ForcedCallReader,
@@ -22,8 +23,14 @@ from cbatch.text.forced_tools import (
     Tool,
     ToolCallPart,
 )
-from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought
-from cbatch.text.tool_parsers import CALLS, THOUGHTS, find_reasoning_parser, find_tool_parser
+from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought, read_reply
+from cbatch.text.tool_parsers import (
+    CALLS,
+    THOUGHTS,
+    ToolParser,
+    find_reasoning_parser,
+    find_tool_parser,
+)
 from cbatch.text.written_calls import text_parameters
 
 Calls = list[tuple[str, str]]
@@ -240,6 +247,49 @@ def test_a_value_of_type_string_is_a_text() -> None:
         assert message(read(reader, [text]))[2] == [("f", '{"city": "Rome", "days": "1.50"}')]
         cut = ReplyReader(ReplyFormat(CALLS[calls]))
         assert message(flat([*cut.push(text[:-1]), *cut.finish(cut=True)]))[0] == text[:-1]
+
+
+@pytest.mark.parametrize("value", ["None", "True", "12345", "null"])
+def test_texts_look_like_anything(value: str) -> None:
+    texts = {"a": {"type": "string"}, "b": {"enum": ["x"]}, "c": {"type": ["string", "null"]}}
+    texts["d"] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    tools = [Tool("function", Function("f", parameters={"properties": texts}))]
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key in texts)
+    text = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
+    reader = ReplyReader(ReplyFormat(CALLS["qwen3_coder"], texts=text_parameters(tools)))
+    ((_, arguments),) = message(read(reader, [text]))[2]
+    nullable = None if value in ("None", "null") else value
+    assert json.loads(arguments) == dict.fromkeys("ab", value) | dict.fromkeys("cd", nullable)
+
+
+@pytest.mark.parametrize(
+    "calls, text",
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\nb: 1, c: 2\n</function>\n</tool_call>"),
+        ("qwen3_coder", QWEN.replace("</tool_call>", "") + QWEN.removeprefix("<tool_call>")),
+        ("qwen3_coder", QWEN.partition("1.50")[0]),
+        ("qwen3_coder", f"<tool_call><function=f>{' ' * 100_000}x</tool_call>"),
+        ("glm45", GLM.replace("</arg_key>", "</arg_key><arg_key>", 1)),
+        ("glm45", GLM.replace("1.50</arg_value>", "1.50")),
+        ("glm45", f"<tool_call>f<arg_key>{' ' * 100_000}</tool_call>"),
+    ],
+)
+def test_a_call_that_is_not_whole_is_text(calls: ToolParser, text: str) -> None:
+    """Long runs of spaces take no time: a pattern of two loops would take minutes."""
+    reader = ReplyReader(ReplyFormat(CALLS[calls]))
+    assert message(read(reader, [text]))[::2] == (text, [])
+
+
+@pytest.mark.parametrize("stop, calls", [(None, [F]), ("</function>", [])])
+def test_a_call_that_a_client_s_stop_string_ends_is_text(stop: str | None, calls: Calls) -> None:
+    text = QWEN.removesuffix("</function>\n</tool_call>")
+    done = SimpleNamespace(finish_reason=FinishReason.STOP, stop_string=stop)
+    output: Any = SimpleNamespace(
+        pieces=[text], token_ids=[1], num_accepted=0, text=text, finished=done
+    )
+    parts = [part for part, _ in read_reply(output, ReplyReader(ReplyFormat(CALLS["qwen3_coder"])))]
+    written = [(part.name, part.arguments) for part in parts if isinstance(part, ToolCallPart)]
+    assert written == calls
 
 
 def reader_of(script: Script, *, separate: bool = True, parallel: bool = True) -> ReplyReader:

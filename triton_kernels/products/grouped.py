@@ -135,6 +135,8 @@ def route(
     rows, num_experts = len(scores), scores.shape[1] - shared
     if not 0 < choices <= num_experts:
         raise ValueError(f"choices: {choices} of {num_experts} experts")
+    if bias is not None:
+        check_tensor("bias", bias, torch.float32, (num_experts,))
     chosen = torch.empty(rows, choices, dtype=torch.int32, device=scores.device)
     weights = torch.empty(rows, choices + shared, device=scores.device)
     if rows:

@@ -101,7 +101,7 @@ def _difference(before: Answer, after: Answer, request: Body) -> FindingError | 
         if request["temperature"] or not {tokens[at], others[at]} <= known.keys():
             return FindingError(text, request)
         gap = known[tokens[at]] - known[others[at]]
-        tie = gap <= NEAR_TIE_NATS
+        tie = abs(gap) <= NEAR_TIE_NATS
         return FindingError(f"{text}: {gap:.4f} nats apart" + ", a near tie" * tie, request, tie)
     if (before.text, before.finish_reason) != (after.text, after.finish_reason):
         ends = [f"{each.text[-40:]!r} ({each.finish_reason})" for each in (before, after)]

@@ -186,7 +186,7 @@ class SchedulerState:
 
     def batch_of(self, slots: list[int]) -> DecodeBatch:
         owners, floor_s = self.owners_of(slots), self.config.min_itl_target_s
-        own_s = {owner.request.itl_target_s for owner in owners}
+        own_s = dict.fromkeys(owner.request.itl_target_s for owner in owners)
         targets_s = [self.config.itl_target_s if s is None else max(s, floor_s) for s in own_s]
         shortest_s = min((s for s in targets_s if s is not None), default=None)
         return DecodeBatch(self.table, owners, slots, shortest_s)

@@ -73,7 +73,9 @@ class Model:
         compiled = [product for product in products if product is not None]
         if not any(product.block_types for product in compiled):
             return None
-        return sum(product.num_bytes for product in compiled)
+        tables = [] if self.inputs is None else [self.inputs.table]
+        sizes = (t.nbytes if isinstance(t, Tensor) else t.num_bytes for t in tables)
+        return sum(product.num_bytes for product in compiled) + sum(sizes)
 
     def linears(self) -> Iterator[Linear]:
         """Yield every product of a pass."""

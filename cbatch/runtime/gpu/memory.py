@@ -9,7 +9,7 @@ import torch
 from cbatch.core.request.errors import FieldError
 from cbatch.runtime.gpu.attention import Tuning, heads_of
 from cbatch.runtime.gpu.decoder import Decoder
-from cbatch.runtime.gpu.device import SMALL, aligned
+from cbatch.runtime.gpu.device import SMALL, aligned, bucket
 from cbatch.runtime.gpu.heads import GpuHead
 from cbatch.runtime.gpu.logprobs import PROMPT_ROWS
 from cbatch.runtime.model.config import ModelConfig
@@ -76,7 +76,8 @@ class StepLimits(NamedTuple):
         """Return the most tokens of a captured pass: every step with drafts, and if the host binds
         steps with prompts, too."""
         tokens = self.max_num_batched_tokens if host_binds(target) else 0
-        return max(min(tokens, _MAX_CAPTURED_TOKENS), self.max_logits, SMALL[-1])
+        limit = max(min(tokens, _MAX_CAPTURED_TOKENS), self.max_logits)
+        return max(bucket(limit, self.max_num_batched_tokens), SMALL[-1])
 
     def tuning_of(self, decoder: Draft, kv_dtype: torch.dtype | None = None) -> Tuning:
         """Return attention's tuning; the KV cache is of `kv_dtype`, by default the decoder's."""

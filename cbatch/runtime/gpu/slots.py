@@ -51,7 +51,7 @@ class SlotUpdate:
 
     def scatter(self, name: str, slots: Words, indices: Words, values: Words) -> None:
         """Set single elements; the last of several values for an element wins. Call it at most
-        once per message and field, and not for a field that `put_all` sets."""
+        once per message and field."""
         offset, stride = self._places[name]
         to = (offset + slots.astype(np.int64) * stride + indices).astype(np.int32)
         if len(set(to.tolist())) < len(to):

@@ -47,6 +47,10 @@ def unsupported_on_gpu(config: ModelConfig) -> str | None:
             return "norms after a rotation that scales"
         if f is None:
             continue
+        if isinstance(f, Experts) and f.activation == "xielu":
+            return "experts with the activation xielu"
+        if isinstance(f, Experts) and f.shared and f.bias:
+            return "a router's bias with shared experts"
         clamped = isinstance(f, Experts) and f.activation == "clamped"
         if f.activation not in _ACTIVATIONS and not clamped:
             return f"the activation {f.activation}"

@@ -201,7 +201,8 @@ def _feed_forwards(
         gated=family.gated,
         bias=_bias(f, family.mlp_bias),
     )
-    layers, without = range(f.integer("num_hidden_layers")), f.get("without_forward", [])
+    layers = range(f.integer("num_hidden_layers"))
+    without = f.get("without_forward", []) if family.blocks else []
     if family.experts is None or not _has_experts(f, family):
         return [None if i in without else dense for i in layers]
     experts = _experts(f, family.experts, branch, activation)
@@ -209,10 +210,8 @@ def _feed_forwards(
     dense_layers = f.get("mlp_only_layers", [])
     if family.experts.dense:
         dense_layers = [*range(min(f.integer(family.experts.dense, least=0), len(layers)))]
-    valid = isinstance(dense_layers, list) and all(
-        type(each) is int and each in layers for each in dense_layers
-    )
-    if not valid:
+    listed = dense_layers if isinstance(dense_layers, list) else [None]
+    if not all(type(each) is int and each in layers for each in listed):
         problem = f"must be a list of layers, 0 to {len(layers) - 1}; got {dense_layers!r:.40}"
         raise f.error("mlp_only_layers", problem)
     return [
@@ -320,16 +319,16 @@ def _refuse_unsupported(f: Fields, family: Family) -> None:
     if family.stacked == "inputs" or method == "mxfp4":
         needs_plain_weights = family.stacked != "inputs" or method != "mxfp4"
     else:
-        needs_plain_weights = bool(family.stacked or family.fused or family.scales)
+        needs_plain_weights = bool(family.stacked or family.fused or family.scales or family.varied)
         needs_plain_weights |= bool(family.norm.get("has_bias"))
     if needs_plain_weights and given is not None:
         problem = f"{family.name} is supported with unquantised weights only"
         raise f.error("quantization_config", problem, UnsupportedModelError)
     for field in family.unsupported:
         # Prompts are text: that images see later tokens has no effect.
-        if f.get(field, False) not in (False, "vision"):
-            problem = f"{f.get(field)!r:.40} is not supported"
-            raise f.error(field, problem, UnsupportedModelError)
+        allowed = "vision" if field == "use_bidirectional_attention" else False
+        if (value := f.get(field, False)) not in (False, allowed):
+            raise f.error(field, f"{value!r:.40} is not supported", UnsupportedModelError)
 
 
 def _layer_types(f: Fields, family: Family, layers: int) -> list[str] | None:

@@ -13,7 +13,7 @@ def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
     hidden = config.hidden_size
     shapes: Counter[tuple[int, int]] = Counter()
     for layer in config.layers:
-        m, f = layer.mixer, layer.feed_forward
+        m, f, injection = layer.mixer, layer.feed_forward, layer.injection
         shapes[m.row_width, hidden] += 1
         shapes[hidden, m.heads * m.value_dim] += 1
         if isinstance(f, Experts):
@@ -22,6 +22,11 @@ def weight_shapes(config: ModelConfig) -> Counter[tuple[int, int]]:
         elif f is not None:
             shapes[(1 + f.gated) * f.inner, hidden] += 1
             shapes[hidden, f.inner] += 1
+        if injection is not None:
+            shapes[injection.inner, hidden] += 1
+            shapes[hidden, injection.inner] += 1
+    if config.layer_inputs is not None:
+        shapes[config.num_layers * config.layer_inputs.width, hidden] += 1
     shapes[config.vocab_size, hidden] += 1
     return shapes
 

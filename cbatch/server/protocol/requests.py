@@ -122,9 +122,11 @@ def parse_chat(body: bytes, model: ServedModel, **call: Any) -> ApiRequest:
     thoughts = model.thoughts or (calls and calls.thoughts)
     names = frozenset(tool.function.name for tool in tools)
     texts = text_parameters(tools)
-    reply = ReplyFormat(calls, thoughts, forced, separate, parallel, names, texts)
     params, grammar_field = structured(sampling, fields, forced)
     constrain, output = model.constrain, params.structured_outputs
+    if calls is not None and not calls.shapes and output is not None:
+        calls = None  # a call would follow no grammar, so the model can only answer
+    reply = ReplyFormat(calls, thoughts, forced, separate, parallel, names, texts)
     if calls is not None and calls.shapes and output is not None and output.around is None:
         constrain = partial(model.constrain, calls=FreeCalls(calls, tools, parallel))
         params = constrain(params, ())  # checks the tools; the prompt's end is not known yet

@@ -242,7 +242,7 @@ class EngineService:
     def _request(
         self, ids: tuple[int, ...], params: SamplingParams, api_request: ApiRequest, engine: Ready
     ) -> Request:
-        params, seed = self._seeds.seeded(params)
+        given, (params, seed) = params, self._seeds.seeded(params)
         request = Request(
             request_id=api_request.id,
             prompt=ids,
@@ -255,6 +255,7 @@ class EngineService:
         )
         require_supported(request, drafters=engine.drafters, has_text=self._tokenizer is not None)
         engine.config.check_request(request)
+        self._seeds.count(given)
         return request
 
     async def _with_grammar(self, request: Request, api_request: ApiRequest) -> Request:

@@ -26,9 +26,11 @@ pytestmark = [
 PAGE, DRAFTS, LENGTH = 16, 4, 33
 HEADS: dict[str, Any] = {"kernel": 4, "heads": 2, "value_dim": 20, "key_heads": 1, "key_dim": 18}
 TILED = HEADS | {"heads": 4, "key_heads": 2}
+WIDE = TILED | {"key_dim": 32, "value_dim": 144}  # several blocks of values
 CASES = {
     "convolution": Recurrence(rule="convolution", heads=1, value_dim=32, kernel=3),
     "delta": Recurrence(rule="delta", norm_eps=1e-5, tiled=True, **TILED),
+    "delta by key head": Recurrence(rule="delta", norm_eps=1e-5, **WIDE),
     "scan": Recurrence(rule="scan", norm_eps=1e-5, groups=2, conv_bias=True, **HEADS),
     "scan without a norm": Recurrence(rule="scan", min_step=0.3, max_step=0.9, **HEADS),
 }
