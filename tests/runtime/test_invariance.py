@@ -20,7 +20,8 @@ from msgspec import structs
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.request.request import Request
 from cbatch.core.scheduler.plan import StepPlan, StepResult
-from cbatch.runtime.sampling import noise
+from cbatch.runtime.compiled.race import race_winners
+from cbatch.runtime.sampling import noise, rejection_sampler
 from tests.runtime.engines import VOCAB, PricedExecutor, Run, make_request, run_engine, tiny_model
 
 NOISE = 0.08  # moves the draft's weights so far that about half of its tokens are accepted
@@ -189,7 +190,13 @@ def test_noise_of_the_batch_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     def by_row(real: Any) -> Any:
         return lambda keys, at, *rest: real(keys, torch.arange(len(at)) + at[:1], *rest)
 
+    def raced(probabilities: Any, places: Any) -> Any:
+        at = places[:1, 3] + torch.arange(len(places))
+        moved = torch.cat([places[:, :3], at[:, None], places[:, 4:]], dim=1)
+        return race_winners(probabilities, moved)
+
     base = plain("coupled")
+    monkeypatch.setattr(rejection_sampler, "race_winners", raced)
     for name in ("words_of", "token_words"):
         monkeypatch.setattr(noise, name, by_row(getattr(noise, name)))
     assert run("coupled", lookahead="fixed:3").outputs != base.outputs
