@@ -68,9 +68,9 @@ def read_written(
         parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
         arguments = "".join(parts)
         return (match[1], arguments) if _is_json(arguments, dict) else None
-    written = match[2].rstrip()
-    rest = written.removesuffix("</function>").rstrip()
-    if not ended and rest == written and not rest.endswith(("</parameter>", "</arg_value>")):
+    body = match[2].rstrip()
+    rest = body.removesuffix("</function>").rstrip()
+    if not ended and rest == body and not rest.endswith(("</parameter>", "</arg_value>")):
         return None
     members, at, one = [], 0, re.compile(pair, re.DOTALL)
     while at < len(rest):
@@ -78,8 +78,8 @@ def read_written(
         if read is None:
             return None
         at, key, value = read.end(), read[1].strip(), read[2]
-        written = _value(value, match[1], key, texts)
-        members.append(f"{json.dumps(key, ensure_ascii=False)}: {written}")
+        argument = _value(value, match[1], key, texts)
+        members.append(f"{json.dumps(key, ensure_ascii=False)}: {argument}")
     return match[1], f"{{{', '.join(members)}}}" if members else ""
 
 

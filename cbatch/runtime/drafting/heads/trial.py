@@ -97,12 +97,8 @@ def _test(head: H, target: Any, texts: Sequence[Sequence[int]]) -> HeadTrial[H]:
     return HeadTrial(head, torch.cat(hits), is_chance)
 
 
-def _chance(choices: Tensor) -> float:
-    return float(choices.bincount().max()) / len(choices) if len(choices) else 1.0
-
-
 def _is_chance(hits: Tensor, choices: Tensor, standard_errors: float) -> bool:
-    chance = _chance(choices)
+    chance = float(choices.bincount().max()) / len(choices) if len(choices) else 1.0
     spread = (chance * (1 - chance) / max(len(hits), 1)) ** 0.5
     return float(hits.float().mean()) <= chance + standard_errors * spread
 
