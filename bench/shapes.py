@@ -41,6 +41,15 @@ def _small(model_type: str, inner: int, **more: Any) -> dict[str, Any]:
     return _shape(256, 6, 8, 2, 4096, max_position_embeddings=512, **more)
 
 
+def _qwen3_5(hidden: int, layers: int, heads: int, kv_heads: int, **more: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    fields = {"head_dim": 256, "linear_num_key_heads": 16, "max_position_embeddings": 262_144}
+    fields |= {"rope_parameters": rope, "tie_word_embeddings": True}
+    return _shape(
+        hidden, layers, heads, kv_heads, 248_320, model_type="qwen3_5_text", **fields, **more
+    )
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": _shape(768, 12, 12, 4, 32_000, intermediate_size=2048, tie_word_embeddings=True),
     "llama-1m": _shape(64, 2, 4, 2, 4_096, intermediate_size=128, tie_word_embeddings=True),
@@ -59,6 +68,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         max_position_embeddings=40_960,
     ),
+    "qwen3.5-0.8b": _qwen3_5(1024, 24, 8, 2, intermediate_size=3584, linear_num_value_heads=16),
+    "qwen3.5-4b": _qwen3_5(2560, 32, 16, 4, intermediate_size=9216, linear_num_value_heads=32),
     # Small models of families whose layers differ from Llama's.
     "gemma-3": _small("gemma3_text", 768, sliding_window=32),
     "phi": _small("phi", 768),

@@ -8,7 +8,8 @@ from typing import Any
 
 import gguf
 
-from bench.peers.gguf_files import BF16, F16, F32, Q8_0, Stored, convert, stored, write_gguf
+from bench.peers.gguf_converter import convert
+from bench.peers.gguf_files import BF16, F16, F32, Q8_0, Stored, stored, write_gguf
 
 __all__ = ["BF16", "F16", "F32", "Q8_0", "Stored", "convert", "gguf_bytes", "stored", "write_gguf"]
 

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from bench.peers.engines import Prompts
-from bench.peers.gguf_files import BF16, F16, F32, convert, write_gguf
+from bench.peers.gguf_converter import convert
+from bench.peers.gguf_files import BF16, F16, F32, write_gguf
 from bench.report import Failures
 from bench.shapes import SHAPES, write_random_model
 from cbatch.core.request.errors import FieldError

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.peers.gguf_converter import convert
 from cbatch import LLM, FieldError, SamplingParams
 from cbatch.demo import demo_head, demo_paths, demo_prompts
 from cbatch.runtime.cpu.decoder import load_model
@@ -21,7 +22,6 @@ from cbatch.runtime.cpu.drafters.eagle import EagleDrafter
 from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.drafting.heads.loading import load_heads
 from cbatch.runtime.drafting.heads.trial import read_states
-from tests.gguf_converter import converted
 from tests.gguf_files import F32, Q8_0, gguf_bytes, stored
 from tests.runtime.marks import needs_compiler
 
@@ -177,8 +177,8 @@ def test_the_head_of_a_gguf_file_drafts(tmp_path: Path, caplog: pytest.LogCaptur
             layers[name.replace("layers.0", "model.layers.3")] = tensor
         else:
             stored_head[name] = tensor
-    metadata, of_model = converted(write(tmp_path / "model", tensors), Q8_0)
-    _, of_layer = converted(write(tmp_path / "layer", tensors | layers), Q8_0)
+    metadata, of_model = convert(write(tmp_path / "model", tensors), Q8_0)
+    _, of_layer = convert(write(tmp_path / "layer", tensors | layers), Q8_0)
     last = {name: each for name, each in of_layer.items() if name.startswith("blk.3.")}
     of_model |= {name.replace("blk.3.", "blk.16."): each for name, each in last.items()}
     names = {"fc": "eh_proj", "norm": "shared_head_norm"}

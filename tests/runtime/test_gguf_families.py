@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.peers.gguf_converter import architecture_of, convert
 from cbatch.runtime.cpu import layers, torch_pass
 from cbatch.runtime.cpu.decoder import load_model
 from cbatch.runtime.cpu.invariance import probe_batch_invariance
@@ -27,7 +28,6 @@ from cbatch.runtime.model.gguf_architectures import architectures
 from cbatch.runtime.model.gguf_file import TYPES, BlockType, Gguf, GgufTensor, read_gguf
 from cbatch.runtime.model.gguf_model import config_of
 from cbatch.runtime.model.records import Attention, Experts, Recurrence
-from tests.gguf_converter import architecture_of, converted
 from tests.gguf_files import Q8_0, gguf_bytes
 from tests.runtime.hf_models import paged, run_all
 from tests.runtime.marks import needs_compiler
@@ -120,7 +120,7 @@ def made(case: int) -> tuple[Path, Path]:
     folder = Path(tempfile.mkdtemp(prefix="gguf-"))
     make(kind, folder, **changes)
     path = folder / "model.gguf"
-    path.write_bytes(gguf_bytes(*converted(folder)))
+    path.write_bytes(gguf_bytes(*convert(folder)))
     return folder, path
 
 
@@ -168,7 +168,7 @@ def test_quantised_matrices(kind: str) -> None:
     """Products take parts of fused matrices and experts as stored. Shared experts are widened."""
     folder, _ = made(next(i for i, case in enumerate(CASES) if case[0] == kind))
     path = folder / "quantised.gguf"
-    path.write_bytes(gguf_bytes(*converted(folder, Q8_0)))
+    path.write_bytes(gguf_bytes(*convert(folder, Q8_0)))
     model = load_model(path)
     products = [layer.qkv.compiled for layer in model.layers]
     assert all(each is not None and each.block_types == ("Q8_0",) for each in products)
@@ -192,7 +192,7 @@ def test_the_table_knows_every_architecture_and_no_other() -> None:
 def test_layers_that_draft_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     """A file with multi-token prediction: `nextn` layers after the last."""
     _, good = made(CASES.index(("qwen3_5_text", {})))
-    metadata, tensors = converted(good.parent)
+    metadata, tensors = convert(good.parent)
     last = [name for name in tensors if name.startswith("blk.3.")]
     drafting = {name.replace("blk.3.", "blk.4."): tensors[name] for name in last}
     drafting["blk.4.nextn.eh_proj.weight"] = tensors["token_embd.weight"]
@@ -273,7 +273,7 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, monkeypatch: pytest.Monke
         np.save(tmp_path / f"row{i}.npy", row)
     for name, (kind, changes) in zip(IDS, CASES, strict=True):
         make(kind, tmp_path / name, **changes | FOR_LLAMA_CPP.get(kind, {}))
-        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(*converted(tmp_path / name)))
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(*convert(tmp_path / name)))
     script = Path(__file__).with_name("llama_cpp_logits.py")
     subprocess.run([os.environ["LLAMA_CPP_PYTHON"], script, tmp_path], check=True)
     far = {}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench.peers.gguf_files import F32, Stored, llama3_factors, stored
+from bench.peers.gguf_files import F32, Stored, stored
 
 # model_type -> general.architecture, where the names differ.
 _ARCHITECTURES = {
@@ -74,7 +74,7 @@ def architecture_of(folder: Path) -> str:
     return _ARCHITECTURES.get(kind, kind)
 
 
-def converted(folder: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, Stored]]:
+def convert(folder: Path, kind: int = F32) -> tuple[dict[str, Any], dict[str, Stored]]:
     """Return metadata and tensors of a Hugging Face directory, without its tokenizer."""
     c = json.loads((folder / "config.json").read_text())
     arch = architecture_of(folder)
@@ -342,3 +342,12 @@ def _split_experts(loaded: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
         else:
             renamed.append((name, tensor))
     return renamed
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """Return what Llama 3's scaling divides each frequency by."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    exponents = torch.arange(0, head_dim, 2) / head_dim
+    turns = rope["original_max_position_embeddings"] / rope["rope_theta"] ** exponents
+    smooth = ((turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
