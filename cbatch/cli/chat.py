@@ -39,7 +39,8 @@ from cbatch.system.terminal import shown
 from cbatch.text.chat_format import ChatFormat
 from cbatch.text.gguf_tokenizer import GEMMA_TURNS
 from cbatch.text.outputs import Choice
-from cbatch.text.reply_reader import Done, Part, ReplyFormat, ReplyReader, Thought, read_reply
+from cbatch.text.reply_formats import ReplyFormat
+from cbatch.text.reply_reader import Done, Part, ReplyReader, Thought, read_reply
 from cbatch.text.tool_parsers import mark_ids
 
 with suppress(ImportError):

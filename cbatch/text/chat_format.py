@@ -17,7 +17,7 @@ from cbatch.text import ChatTemplate, ChatTemplateError, TextTokenizer
 from cbatch.text.forced_tools import MAX_CALLS, Tool, parameters_of
 from cbatch.text.messages import conversation, template_variables
 from cbatch.text.output_processor import require_length
-from cbatch.text.reply_reader import ThoughtFormat, ToolCallFormat
+from cbatch.text.reply_formats import ThoughtFormat, ToolCallFormat
 from cbatch.text.tool_parsers import THOUGHTS, ReasoningParser, find_reasoning_parser
 
 _PROMPT_END_TOKENS = 32  # last tokens of a prompt that are searched for marks
@@ -192,7 +192,8 @@ def _free_call_rules(calls: FreeCalls, added: dict[str, int]) -> list[str]:
         return " | ".join(f"{before} ({c}) {after} arguments{at}" for at, c in enumerate(choices))
 
     rules = [f"arguments{at}: %json {schema}" for at, schema in enumerate(names_by_schema)]
-    words = (json.dumps(word) for word in ("{", '"name"', ":", ",", f'"{form.arguments}"', ":"))
+    names = f'"{form.name}"', f'"{form.arguments}"'
+    words = (json.dumps(word) for word in ("{", names[0], ":", ",", names[1], ":"))
     start, name, colon, *rest = (f"{word} blank" for word in words)
     members = any_call(f"{start} {name} {colon}", f"blank {' '.join(rest)}", json.dumps)
     rules += [r"blank: /[ \n]?/", f"members: {members}", 'call: members blank "}"']

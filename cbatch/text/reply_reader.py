@@ -10,21 +10,16 @@ import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache, reduce
 from itertools import zip_longest
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta, Raw
+from msgspec import Raw
 
 from cbatch.core.request.request import FinishReason
-from cbatch.text.forced_tools import (
-    ForcedCall,
-    ForcedCallReader,
-    JsonEnd,
-    ToolCallPart,
-    call_id,
-)
+from cbatch.text.forced_tools import ForcedCallReader, JsonEnd, ToolCallPart, call_id
 from cbatch.text.outputs import Output
-from cbatch.text.written_calls import TextParameters, may_begin, read_written
+from cbatch.text.reply_formats import ReplyFormat, ToolCallFormat
+from cbatch.text.written_calls import may_begin, read_written
 
 _MAX_HEAD_CHARS = 256  # longest head: the text between a call's tag and its arguments
 
@@ -45,77 +40,6 @@ Part = str | Thought | ToolCallPart
 ReplyPart = Part | Done
 
 
-class ThoughtFormat(NamedTuple):
-    """The marks around a thought. It begins the reply, or with `anywhere` may also come later."""
-
-    open_mark: str
-    close_mark: str
-    starts_inside: bool = False  # replies begin inside a thought unless the prompt closes it
-    anywhere: bool = False
-    dropped_marks: tuple[str, ...] = ()  # other marks, which are removed from the reply
-    prompt_end: str = ""  # end of the prompt; it is also the beginning of the reply's first mark
-    answer_mark: str = ""  # mark that begins the answer, after a thought and `prompt_end`
-
-    def reply_starts_inside(self, prompt: str) -> bool:
-        """Return whether the reply to a prompt begins inside a thought."""
-        text = prompt.rstrip()
-        if self.starts_inside:
-            return not text.endswith(self.close_mark)
-        return text.endswith(self.open_mark)
-
-
-class ToolCallFormat(NamedTuple):
-    """The format of a tool call: a tag, a head and a JSON object. The object is the call (`name`,
-    and `arguments` or `parameters`), or only its arguments if the head has a group `name`. A call
-    may lack arguments, have null, or have the object as a text. If there are no tags, only a reply
-    that begins with a call has calls.
-    For the grammar of calls, a shape has texts around `{call}`, or it is a head with `{name}`.
-    With `call` and `pair` (see `read_written`), calls are not JSON: `head` is a plain text that
-    begins them, and they have no grammar."""
-
-    tags: tuple[str, ...]
-    thoughts: ThoughtFormat  # assumed format if the server has no reasoning parser
-    head: str = r"\s*"  # a regular expression
-    partial_head: str = r"\s*"  # a regular expression for an incomplete head
-    next_head: str | None = None  # head of a further call that has no tag of its own
-    end: str = ""  # a tag that may follow a call
-    head_tokens: tuple[str, ...] = ()  # control tokens that occur in heads
-    shapes: tuple[str, ...] = ()
-    separator: str | None = None  # between calls; None: a reply has one call
-    arguments: str = "arguments"  # the member's name, as the model writes it
-    call: str = ""
-    pair: str = ""
-
-
-class ReplyFormat(NamedTuple):
-    """The format of the replies to one request. With `separate` a thought is returned as `Thought`,
-    stripped of white space; otherwise it is part of the text. Calls inside a thought are ignored.
-    Calls that the request forces (`forced`) are in cbatch's own format. Without `parallel`, the
-    model's calls after the first are dropped. `names` are the functions, None if unknown: a call
-    without arguments must name one of them. `texts` are parameters whose values are texts."""
-
-    calls: ToolCallFormat | None = None
-    thoughts: ThoughtFormat | None = None
-    forced: ForcedCall | None = None
-    separate: bool = False
-    parallel: bool = True
-    names: frozenset[str] | None = None
-    texts: TextParameters = frozenset()
-
-    @property
-    def is_text(self) -> bool:
-        """True if every reply is only text."""
-        return self.calls is None and self.forced is None and not self.separate
-
-    @property
-    def marks(self) -> list[str]:
-        calls, thoughts = self.calls, self.thoughts
-        marks = [] if calls is None else [*calls.tags, calls.end, *calls.head_tokens]
-        if thoughts is not None:
-            marks += [thoughts.open_mark, thoughts.close_mark, *thoughts.dropped_marks]
-        return marks
-
-
 class ReplyReader:
     """Parse the text of one choice. `prompt_end` is the end of the prompt's text."""
 
@@ -132,8 +56,9 @@ class ReplyReader:
         self._state: Callable[[bool], bool] = self._read_start
         self._marks: tuple[str, ...] = () if self._calls is None else self._calls.tags
         if thoughts is not None and thoughts.anywhere:
-            self._state, self._pending = self._read_text, thoughts.prompt_end
             self._marks += (thoughts.open_mark, *thoughts.dropped_marks)
+            if not self.in_thought:
+                self._state, self._pending = self._read_text, thoughts.prompt_end
         self._thought_is_empty = True
         # The call being read: text before it, patterns of its head, its object up to `_read_to`.
         self._before = self._head = self._partial_head = ""
@@ -373,9 +298,10 @@ _HEAD_MEMBERS = {"name", "type", "id"}
 
 
 class _Call(msgspec.Struct):
-    name: Annotated[str, Meta(min_length=1)]
+    name: str = ""
+    tool_name: str = ""  # Cohere's
     arguments: Raw = Raw()
-    parameters: Raw = Raw()  # Llama's name of the arguments
+    parameters: Raw = Raw()  # Llama's and Cohere's
 
 
 def _call(text: str, name: str | None, *, tagged: bool) -> tuple[str, str] | None:
@@ -385,8 +311,10 @@ def _call(text: str, name: str | None, *, tagged: bool) -> tuple[str, str] | Non
         if name is None:
             call = msgspec.json.decode(text.encode(), type=_Call)
             given = (bytes(call.arguments).decode(), bytes(call.parameters).decode())
-            name, arguments = call.name, next((each for each in given if each not in _ABSENT), "")
-            if not (tagged or any(given) or msgspec.json.decode(text).keys() <= _HEAD_MEMBERS):
+            name = call.name or (call.tool_name if tagged else "")
+            arguments = next((each for each in given if each not in _ABSENT), "")
+            is_call = tagged or any(given) or msgspec.json.decode(text).keys() <= _HEAD_MEMBERS
+            if not (name and is_call):
                 return None
         else:
             arguments = text

@@ -11,15 +11,15 @@ import msgspec
 from cbatch.core.request.errors import FieldError
 from cbatch.text import TextTokenizer
 from cbatch.text.forced_tools import Tool, ToolChoice
-from cbatch.text.reply_reader import ReplyFormat, ThoughtFormat, ToolCallFormat
+from cbatch.text.reply_formats import ReplyFormat, ThoughtFormat, ToolCallFormat
 
 # fmt: off
 ToolParser = Literal["hermes", "llama3_json", "mistral", "granite", "phi4_mini_json", "harmony",
-                     "qwen3_coder", "seed_oss", "glm45", "gemma4"]
+                     "cohere", "qwen3_coder", "seed_oss", "glm45", "gemma4"]
 # fmt: on
 ToolParserSetting = Literal["auto", ToolParser, "none"]
 ReasoningParser = Literal[
-    "auto", "deepseek_r1", "qwen3", "mistral", "gemma4", "seed_oss", "harmony", "none"
+    "auto", "deepseek_r1", "qwen3", "mistral", "gemma4", "seed_oss", "harmony", "cohere", "none"
 ]
 
 _FORMATS: dict[str, dict[Any, Any]]

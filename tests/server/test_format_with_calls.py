@@ -133,6 +133,7 @@ TO = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
 OTHER_ORDER = " to=functions.{}<|channel|>commentary <|constrain|>json<|message|>{}"
 HERMES = "<tool_call>\n{{" + '"name": "{}", "arguments": {}' + "}}\n</tool_call>"
 OBJECT = "{{" + '"name": "{}", "arguments": {}' + "}}"
+COHERE = OBJECT.replace("name", "tool_name").replace("arguments", "parameters")
 
 
 class Form(msgspec.Struct):
@@ -173,6 +174,12 @@ FORMS = {
     "llama3_json": Form("llama3_json", PLAIN, OBJECT.replace("arguments", "parameters"), "; "),
     "mistral": Form("mistral", MISTRAL, OBJECT, ", ", "[TOOL_CALLS] [{}]"),
     "granite": Form("granite", PLAIN, OBJECT, ", ", "<|tool_call|>[{}]"),
+    "cohere": Form(
+        *("cohere", PLAIN, COHERE, ",", "<|START_ACTION|>[{}]<|END_ACTION|>"),
+        final="<|START_RESPONSE|>",
+        reasoning="cohere",
+        beginnings=("", "<|START_THINKING|>a<|END_THINKING|>"),
+    ),
     "phi4_mini_json": Form("phi4_mini_json", PLAIN, OBJECT, ", ", "functools[{}]"),
     "mistral, newer": Form(
         *("mistral", MISTRAL, "[TOOL_CALLS]{}[ARGS]{}"),

@@ -23,7 +23,8 @@ from cbatch.text.forced_tools import (
     Tool,
     ToolCallPart,
 )
-from cbatch.text.reply_reader import Part, ReplyFormat, ReplyReader, Thought, read_reply
+from cbatch.text.reply_formats import ReplyFormat
+from cbatch.text.reply_reader import Part, ReplyReader, Thought, read_reply
 from cbatch.text.tool_parsers import (
     CALLS,
     THOUGHTS,
@@ -36,6 +37,8 @@ from cbatch.text.written_calls import text_parameters
 Calls = list[tuple[str, str]]
 ROME = '{"city": "Rome", "days": 1.50}'
 OBJECT = f'{{"name": "f", "arguments": {ROME}}}'
+COHERE = f'{{"tool_call_id": "0", "tool_name": "f", "parameters": {ROME}}}'
+COHERE_CALLS = f"<|START_ACTION|>[\n    {COHERE},\n    {COHERE}\n]<|END_ACTION|>"
 F, G = ("f", ROME), ("g", "{}")
 TAG = f"<tool_call>\n{OBJECT}\n</tool_call>"
 TRICKY = '{"xml": "<tool_call>{}</tool_call>", "s": "\\"}"}'
@@ -157,6 +160,13 @@ REPLIES: dict[tuple[str | None, str], list[Any]] = {
         (f'a <|tool_call|>[{OBJECT}, {{"name": "g", "arguments": {{}}}}]', "a", "", [F, G]),
         (f"<think>{OBJECT}</think><|tool_call|> {OBJECT}", "", OBJECT, [F]),
         same("<|tool_call|>[1]"),
+    ],
+    ("cohere", "cohere"): [
+        (f"<|START_THINKING|>a<|END_THINKING|>\n{COHERE_CALLS}", "", "a", [F, F]),
+        (f"<|START_ACTION|>{COHERE}\n<|END_ACTION|>", "", "", [F]),
+        ("<|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Yes."),
+        ("a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>", "b", "a", [], True),
+        same("Hello"),
     ],
     ("phi4_mini_json", "qwen3"): [
         (f'functools[{OBJECT}, {{"name": "g", "arguments": {{}}}}] ', "", "", [F, G]),
@@ -339,7 +349,7 @@ def test_a_reply_is_read_the_same_however_it_is_cut(script: Script) -> None:
     want = read(reader_of(script), [script.text])
     assert message(want) == (script.content, script.thought, script.expected_calls)
     raw = read(reader_of(script, separate=False), [script.text])
-    if not script.expected_calls and script.thoughts != "harmony":
+    if not (script.expected_calls or THOUGHTS[script.thoughts].dropped_marks):
         assert message(raw) == (script.text, "", [])
     assert message(raw)[2] == script.expected_calls
     for pieces in cuts(script.text):
@@ -465,6 +475,7 @@ def test_forced_calls_come_after_a_thought() -> None:
         ("[SYSTEM_PROMPT]think in [THINK][/THINK]", "mistral"),
         ("{{ '<|channel>thought\\n' }}", "gemma4"),
         ("{% set begin = '<seed:think>' %}", "seed_oss"),
+        ("Start by writing <|START_THINKING|> followed by a plan", "cohere"),
         ("<|im_start|>assistant\n", "none"),
         ("", "none"),
     ],
@@ -484,6 +495,7 @@ def test_the_reasoning_parser_is_found_by_the_template(template: str, parser: An
         ("<tool_call>{name}\n<arg_key>{arguments}</arg_key>", "glm45"),
         ("{{ '<|tool_call>call:' + name + '{' }}", "gemma4"),
         ("<tool_call><invoke name=", None),
+        ("<|START_ACTION|>[{'tool_name': {{ call.name }}}]<|END_ACTION|>", "cohere"),
         ("<|start|>assistant<|channel|>commentary to=functions", "harmony"),
         ("[AVAILABLE_TOOLS][TOOL_CALLS]", "mistral"),
         ("<|start_of_role|>assistant: only with <|tool_call|> followed by a JSON list", "granite"),

@@ -29,7 +29,7 @@ from cbatch.server.protocol.model import ServedModel
 from cbatch.text.forced_tools import ForcedCall
 from cbatch.text.messages import list_problem
 from cbatch.text.output_processor import Prompt
-from cbatch.text.reply_reader import ReplyFormat
+from cbatch.text.reply_formats import ReplyFormat
 
 MAX_CHOICES = 128  # sequences that one request may start
 MAX_STOPS = 32

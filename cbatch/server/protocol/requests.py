@@ -30,7 +30,7 @@ from cbatch.server.protocol.responses import Detokenized, Tokenized
 from cbatch.text.chat_format import FreeCalls
 from cbatch.text.forced_tools import ToolChoice, Tools, forced_call
 from cbatch.text.messages import ROLES, conversation, template_variables
-from cbatch.text.reply_reader import ReplyFormat
+from cbatch.text.reply_formats import ReplyFormat
 from cbatch.text.tool_parsers import call_format, mark_ids
 from cbatch.text.written_calls import text_parameters
 
