@@ -112,8 +112,8 @@ class Checked:
 
 
 class CheckedEagle(Checked, EagleDrafter):
-    def _logits(self, batch: RaggedBatch, slots: Any) -> Tensor:
-        logits = super()._logits(batch, slots)
+    def _choices(self, batch: RaggedBatch, states: Tensor) -> Tensor:
+        logits = super()._choices(batch, states)
         self.seen.append(logits.clone())
         return logits
 

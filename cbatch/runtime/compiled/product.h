@@ -151,12 +151,9 @@ INLINE void block_tile(const problem *args, const segment *part, form f, long ro
     for (; r + (R) <= rows; r += (R))              \
         for (long p = first; p < last; p++) block_tile(args, part, f, r, p, R);
 
-INLINE void block_band(const problem *args, const segment *part, form f, long rows, long first,
-                       long last) {
-    long r = 0;
-#if defined(__AMX_TILE__)
-    if (halves_of(f) == 1) r = tiled_block_band(args, part, f, rows, first, last);
-#endif
+// Multiplies the rows from `r` on.
+INLINE void block_band(const problem *args, const segment *part, form f, long r, long rows,
+                       long first, long last) {
     BLOCK_ROWS(ROWS)
 #if ROWS == 8
     BLOCK_ROWS(4)
@@ -165,10 +162,34 @@ INLINE void block_band(const problem *args, const segment *part, form f, long ro
     BLOCK_ROWS(1)
 }
 
+#define EACH_TYPE(X)                                                                      \
+    X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) \
+    X(IQ4_NL) X(IQ4_XS) X(MXFP4)
+
+// One function for each type: in a larger one GCC allocates registers worse.
+#define BAND(T)                                                                                   \
+    static __attribute__((noinline)) void band_of_##T(const problem *args, const segment *part,   \
+                                                      long r, long rows, long first, long last) { \
+        block_band(args, part, form_of(T), r, rows, first, last);                                 \
+    }
+EACH_TYPE(BAND)
+
+#if defined(__AMX_TILE__)
+#define TILED_BAND(T)                                                                            \
+    static __attribute__((noinline)) long tiled_band_of_##T(                                     \
+        const problem *args, const segment *part, long rows, long first, long last) {            \
+        return tiled_block_band(args, part, form_of(T), rows, first, last);                      \
+    }
+EACH_TYPE(TILED_BAND)
+#define TILED_ROWS_OF(T) (rows < MIN_TILED_ROWS ? 0 : tiled_band_of_##T(args, p, rows, first, last))
+#else
+#define TILED_ROWS_OF(T) 0
+#endif
+
 static __attribute__((noinline)) void any_band(const problem *args, const segment *p, long rows,
                                                long first, long last) {
 #define TYPE(T) \
-    case T: block_band(args, p, form_of(T), rows, first, last); return;
+    case T: band_of_##T(args, p, TILED_ROWS_OF(T), rows, first, last); return;
     switch (p->type) {
     case F32: band(args, p, rows, first, last, F32); return;
     case BF16:
@@ -178,12 +199,10 @@ static __attribute__((noinline)) void any_band(const problem *args, const segmen
         band(args, p, rows, first, last, row_form_of(args->weights) == PAIRS ? PAIRED : BF16);
 #endif
         return;
-    TYPE(Q4_0) TYPE(Q4_1) TYPE(Q5_0) TYPE(Q5_1) TYPE(Q8_0)
-    TYPE(Q2_K) TYPE(Q3_K) TYPE(Q4_K) TYPE(Q5_K) TYPE(Q6_K) TYPE(IQ4_NL) TYPE(IQ4_XS) TYPE(MXFP4)
+    EACH_TYPE(TYPE)
     }
+#undef TYPE
 }
-
-#define CHUNK 256  // rows multiplied at a time: their inputs and sums stay in L2
 
 // Returns whether the product can output silu(gate) * up in pairs of bf16.
 INLINE int gates(const linear *weights) {

@@ -21,7 +21,7 @@ static void shape_attention(long queries) {
     for (int t = 0; t < 4; t++) SHAPE(t, queries, TILE_BYTES);
     SHAPE(4, queries, TILE_BYTES), SHAPE(5, TILE, TILE_BYTES);
     SHAPE(6, queries, TILE_BYTES / 2), SHAPE(7, PAIRS_OF_A_TILE, TILE_BYTES);
-    _tile_loadconfig(&all);
+    configure_tiles(&all);
 }
 
 #define EACH_TILE(DO, count) \

@@ -24,6 +24,12 @@ typedef struct {
 
 #define TILE_BYTES 64  // bytes of a tile's row
 
+// Without a barrier GCC 12 drops writes to the shapes: it knows only of a read of 8 bytes.
+INLINE void configure_tiles(const shapes *all) {
+    WRITTEN();
+    _tile_loadconfig(all);
+}
+
 // Configures the tiles: 4 and 5 have `upper` and `lower` rows, 6 and 7 the weights of two panels. 0
 // and 1 are the sums of those rows with the first panel, 2 and 3 with the second.
 static void shape_pairs(long upper, long lower) {
@@ -32,7 +38,7 @@ static void shape_pairs(long upper, long lower) {
     SHAPE(2, upper, TILE_BYTES), SHAPE(3, lower, TILE_BYTES);
     SHAPE(4, upper, TILE_BYTES), SHAPE(5, lower, TILE_BYTES);
     SHAPE(6, TILE, TILE_BYTES), SHAPE(7, TILE, TILE_BYTES);
-    _tile_loadconfig(&all);
+    configure_tiles(&all);
 }
 
 // Adds 32 more columns to the sums. Inlined: the last two arguments are constants.
@@ -152,54 +158,100 @@ static void tiled_band(const problem *args, const segment *part, long rows, long
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
-// Tiles sum integers, one cell at a time. The rest is as in `multiply_cells`, with the same bits.
+// Tiles sum integers, a cell or half a cell at a time. The rest is as in `multiply_cells`, with the
+// same bits.
 
-static void shape_cells(void) {
+// Cells that are unpacked, or multiplied, before the next step reads the results, because a tile load
+// waits for stores of vectors, and a vector load for stores of tiles.
+#define GROUP 4
+#define TILED_ROWS 64      // rows whose cells of a group stay in L1
+#define MIN_TILED_ROWS 12  // fewer rows are faster without tiles
+
+static void shape_cells(form f, long rows) {
+    const long columns = CELL / halves_of(f);
     shapes all = {.palette = 1};
-    SHAPE(0, TILE, 64), SHAPE(1, TILE, CELL), SHAPE(2, CELL / 4, 64);
-    _tile_loadconfig(&all);
+    SHAPE(0, rows, 64), SHAPE(1, rows, columns), SHAPE(2, columns / 4, 64);
+    SHAPE(3, rows, 64), SHAPE(4, rows, columns), SHAPE(5, columns / 4, 64);
+    configure_tiles(&all);
 }
 
-INLINE void tiled_cells(const char *panel, long in, form f, const char *x, long stride, vec *sums) {
-    const long count = in / CELL;
-    const char *scales = panel + count * cell_bytes(f);
-    _Alignas(64) ints codes[8], products[TILE];
-    UNROLLED for (int r = 0; r < TILE; r++) sums[r] = (vec){0};
-    for (long cell = 0; cell < count; cell++) {
-        const char *at = panel + cell * cell_bytes(f);
-        if (f.bits < 8) unpack(f, at, codes);
+#define MULTIPLY_CODES(SUM, X, W, x, stride, codes, to) \
+    _tile_loadd(W, codes, CODE_BYTES);                  \
+    _tile_loadd(X, x, stride);                          \
+    _tile_zero(SUM);                                    \
+    _tile_dpbsud(SUM, X, W);                            \
+    _tile_stored(SUM, to, CODE_BYTES);
+
+// Adds `count` cells, at most GROUP, to the sums of `rows` rows, which are tiles of `tile` rows.
+INLINE void tiled_cells(const char *panel, long in, form f, long cell, const int count,
+                        const char *x, long stride, long rows, long tile, vec *sums) {
+    const char *scales = panel + in / CELL * cell_bytes(f);
+    const int halves = halves_of(f), columns = CELL / halves;
+    _Alignas(64) ints codes[GROUP * 8], products[2 * GROUP][TILE];
+    scale by[GROUP];
+    UNROLLED for (int c = 0; c < count; c++) {
+        if (f.bits < 8) unpack(f, panel + (cell + c) * cell_bytes(f), codes + c * 8);
+        by[c] = scale_of(f, scales, cell + c);
+    }
+    x += cell * sizeof(coded);
+    for (long r = 0; r < rows; r += tile, x += tile * stride, sums += tile) {
         WRITTEN();
-        _tile_loadd(1, x + cell * sizeof(coded), stride);
-        _tile_loadd(2, f.bits < 8 ? (const char *)codes : at, CODE_BYTES);
-        _tile_zero(0);
-        _tile_dpbsud(0, 1, 2);
-        _tile_stored(0, products, CODE_BYTES);
-        const scale by = scale_of(f, scales, cell);
-        UNROLLED for (int r = 0; r < TILE; r++) {
-            const coded *row = (const coded *)(x + r * stride) + cell;
-            const ints product = products[r] - f.offset * (row->sums[0] + row->sums[1]);
-            sums[r] += by.s[0] * all(row->factor) * __builtin_convertvector(product, vec);
-            if (has_offsets(f)) sums[r] += by.m[0] * all(row->code_sum);
+        UNROLLED for (int c = 0; c < count * halves; c++) {
+            const char *cells = x + c / halves * sizeof(coded) + c % halves * columns;
+            const char *w = f.bits < 8 ? (const char *)(codes + c * columns / 4)
+                                       : panel + (cell * halves + c) * columns * LANES;
+            if (c % 2) { MULTIPLY_CODES(0, 1, 2, cells, stride, w, products[c]) }
+            else { MULTIPLY_CODES(3, 4, 5, cells, stride, w, products[c]) }
+        }
+        WRITTEN();
+        for (long i = 0; i < tile; i++) {
+            const coded *row = (const coded *)(x + i * stride);
+            vec sum = sums[i];
+            UNROLLED for (int c = 0; c < count; c++, row++) {
+                UNROLLED for (int h = 0; h < halves; h++) {
+                    const int32_t all_codes = halves == 2 ? row->sums[h] : row->sums[0] + row->sums[1];
+                    const ints product = products[c * halves + h][i] - f.offset * all_codes;
+                    sum += by[c].s[h] * all(row->factor) * __builtin_convertvector(product, vec);
+                    if (f.scales == FOURS) sum += by[c].m[h] * all(row->factor * (float)all_codes);
+                }
+                if (has_offsets(f) && halves == 1) sum += by[c].m[0] * all(row->code_sum);
+            }
+            sums[i] = sum;
         }
     }
 }
 
-// Multiplies the rows that fill whole tiles; returns their number.
+// Multiplies `rows` rows from `row` on, at most TILED_ROWS, in tiles of `tile` rows.
+INLINE void tiled_block_rows(const problem *args, const segment *part, form f, long row, long rows,
+                             long tile, long first, long last) {
+    const long in = args->weights->in, bytes = block_panel_bytes(f, in), stride = args->x_stride;
+    const char *x = args->x + row * stride;
+    for (long p = first; p < last; p++) {
+        const char *panel = part->panels + p * bytes;
+        const outputs at = outputs_of(part, p);
+        vec sums[TILED_ROWS];
+        long cell = 0;
+        for (long r = 0; r < rows; r++) sums[r] = all(0);
+        for (; cell + GROUP <= in / CELL; cell += GROUP)
+            tiled_cells(panel, in, f, cell, GROUP, x, stride, rows, tile, sums);
+        for (; cell < in / CELL; cell++)
+            tiled_cells(panel, in, f, cell, 1, x, stride, rows, tile, sums);
+        for (long r = 0; r < rows; r++) write_outputs(args, at, row + r, sums[r]);
+    }
+}
+
+// Multiplies all rows but a few; returns their number.
 INLINE long tiled_block_band(const problem *args, const segment *part, form f, long rows,
                              long first, long last) {
-    const long bytes = block_panel_bytes(f, args->weights->in);
-    if (rows < TILE) return 0;
-    shape_cells();
     long r = 0;
-    for (; r + TILE <= rows; r += TILE)
-        for (long p = first; p < last; p++) {
-            vec sums[TILE];
-            tiled_cells(part->panels + p * bytes, args->weights->in, f,
-                        args->x + r * args->x_stride, args->x_stride, sums);
-            const outputs at = outputs_of(part, p);
-            for (int i = 0; i < TILE; i++) write_outputs(args, at, r + i, sums[i]);
-        }
-    _tile_release();
+    while (rows - r >= MIN_TILED_ROWS) {
+        const long tile = min_long(rows - r, TILE);
+        const long count = min_long((rows - r) / tile * tile, TILED_ROWS);
+        if (!r || tile < TILE) shape_cells(f, tile);
+        tiled_block_rows(args, part, f, r, count, tile, first, last);
+        r += count;
+    }
+    if (r) _tile_release();
     return r;
 }
 #endif

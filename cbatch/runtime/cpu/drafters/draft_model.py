@@ -90,10 +90,9 @@ class DraftModel(ModelDrafter):
         slots, positions = rows.slots[active], rows.num_tokens[active]
         tables = self.table.block_rows(slots, int(np.maximum.reduce(positions + depths)))
         missing = missing[active]
-        batch = self._batch(slots, positions - missing, missing, self._ones[: len(slots)])
-        depth = 0
+        logits, depth = self._first_logits(slots, positions - missing, missing), 0
         while True:
-            tokens, finite = drafting.choose(self._logits(batch, slots), active, depth)
+            tokens, finite = drafting.choose(logits, active, depth)
             depth += 1
             deeper = depths > depth
             if not finite:
@@ -105,12 +104,14 @@ class DraftModel(ModelDrafter):
                 active, tokens, tables = active[at], tokens[at], tables[at]
                 positions, depths = positions[at], depths[at]
                 self._keep_rows(at)
-            slots = None
-            batch = self._next_tokens(tokens, positions + (depth - 1), tables)
+            logits = self._next_logits(self._next_tokens(tokens, positions + (depth - 1), tables))
 
-    def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
-        """Return the logits of the next draft of each sequence. `slots` is None after the first
-        draft."""
+    def _first_logits(self, slots: NDArray[np.integer], starts: I64, query_lens: I64) -> Tensor:
+        """Compute these positions. The last one of each slot gives its first draft's logits."""
+        batch = self._batch(slots, starts, query_lens, self._ones[: len(slots)])
+        return self.model.forward(batch, self.kv)
+
+    def _next_logits(self, batch: RaggedBatch) -> Tensor:
         return self.model.forward(batch, self.kv)
 
     def _keep_rows(self, at: I64) -> None:

@@ -27,10 +27,11 @@ from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.cpu.drafters.last_states import LastStates
 from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
-from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.model.arrays import I64, iota
 
-# Maximum number of states (one per token) that wait while no row drafts, to bound their memory.
-MAX_WAITING_STATES = 512
+# Maximum number of states (one per token) that wait while no row drafts, to bound their memory; and
+# of those that are ingested in the pass of a draft, which then computes attention for them.
+MAX_WAITING_STATES, MAX_STATES_WITH_DRAFTS = 512, 64
 
 
 class EagleDrafter(DraftModel):
@@ -76,7 +77,8 @@ class EagleDrafter(DraftModel):
         return self.kv_len[slots]
 
     def propose(self, rows: DraftRows) -> Proposal:
-        self._ingest_waiting()
+        if self._num_waiting > MAX_STATES_WITH_DRAFTS:
+            self._ingest_waiting()
         # The first token of a sequence has no state before it.
         rows = rows._replace(num_drafts=rows.num_drafts * (rows.num_tokens > 1))
         return super().propose(rows)
@@ -91,21 +93,27 @@ class EagleDrafter(DraftModel):
             self._ingest_waiting()
 
     def _ingest_waiting(self) -> None:
-        """Ingest the waiting states of all steps in one call. The state before a slot's first
-        position is its last state, kept from earlier."""
-        if not self._waiting:
-            return
+        """Ingest the waiting states of all steps in one call."""
+        steps, states = self._take_waiting()
+        if len(states):
+            batch = self._batch(*steps, np.zeros_like(steps[2]))
+            self.head.choices(batch, self.kv, states)
+
+    def _take_waiting(self) -> tuple[tuple[NDArray[np.integer], I64, I64], Tensor]:
+        """Return slots, starts and lengths of the waiting states, and the state before each. That
+        before a slot's first position is its last state, kept from earlier."""
         steps, self._waiting, self._num_waiting = self._waiting, [], 0
         if len(steps) == 1:
             slots, starts, lens, hidden = steps[0]
-        else:
+        elif steps:
             slots, starts, lens = (
                 np.concatenate([field[at] for field in steps]) for at in range(3)
             )
             # NumPy, because torch would first wake its threads, which takes longer than the copy.
             hidden = torch.from_numpy(np.concatenate([step.hidden.numpy() for step in steps]))
-        if not len(hidden):
-            return
+        if not steps or not len(hidden):
+            none = iota(0)
+            return (none, none, none), self._output_states[:0]
         fused = self.head.fuse(hidden)
         states, last, now = fused.roll(1, 0), self._states.of_slot.numpy(), fused.numpy()
         ends = lens.cumsum()
@@ -114,13 +122,22 @@ class EagleDrafter(DraftModel):
                 states[first] = torch.from_numpy(last[slot])
                 last[slot] = now[end - 1]
         self._states.keep_of_blocks(slots, starts, lens, fused)
-        batch = self._batch(slots, starts, lens, np.zeros_like(lens))
-        self.head.choices(batch, self.kv, states)
+        return (slots, starts, lens), states
 
-    def _logits(self, batch: RaggedBatch, slots: NDArray[np.integer] | None) -> Tensor:
-        states = self._output_states
-        if slots is not None:
-            states = self._states.of_slot[torch.from_numpy(slots.astype(np.int64))]
+    def _first_logits(self, slots: NDArray[np.integer], starts: I64, query_lens: I64) -> Tensor:
+        """Also ingest waiting states, since one pass costs less than two."""
+        waiting, states = self._take_waiting()
+        num_logits = np.concatenate([np.zeros_like(waiting[2]), np.ones_like(query_lens)])
+        last = self._states.of_slot[torch.from_numpy(slots.astype(np.int64))]
+        drafting = slots, starts, query_lens
+        slots, starts, query_lens = map(np.concatenate, zip(waiting, drafting, strict=True))
+        batch = self._batch(slots, starts, query_lens, num_logits)
+        return self._choices(batch, torch.cat([states, last]))
+
+    def _next_logits(self, batch: RaggedBatch) -> Tensor:
+        return self._choices(batch, self._output_states)
+
+    def _choices(self, batch: RaggedBatch, states: Tensor) -> Tensor:
         logits, self._output_states = self.head.choices(batch, self.kv, states)
         return logits
 
