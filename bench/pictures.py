@@ -86,7 +86,7 @@ def save_policies(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def ratios_in_docs(heading: str, machine: str = "F") -> dict[str, list[float]]:
+def ratios_in_docs(heading: str, machine: str) -> dict[str, list[float]]:
     """Return cbatch's ratios on `machine`, by row, from the first table below `heading` in
     docs/benchmarks.md. The table has a column for each number of requests in flight."""
     table = MEASURED.read_text(encoding="utf-8").split(heading)[1].split("\n#")[0]
@@ -98,9 +98,10 @@ def ratios_in_docs(heading: str, machine: str = "F") -> dict[str, list[float]]:
 
 def save_peers(path: Path) -> None:
     """Draw the measured ratios to llama.cpp and vLLM on a CPU, without the columns for prompts."""
-    llama = {n.split()[-1]: r[:3] for n, r in ratios_in_docs("### llama.cpp").items()}
-    vllm = ratios_in_docs("### vLLM")["cbatch"][:5]
-    figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.1), sharey=True, width_ratios=(1.5, 1))
+    files = ratios_in_docs("### llama.cpp", "G")
+    llama = {n.replace("'s shape", "").replace(" ", "\n"): r[:3] for n, r in files.items()}
+    vllm = ratios_in_docs("### vLLM", "F")["cbatch"][:5]
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.1), sharey=True, width_ratios=(1.9, 1))
     shades = list(COLORS.values())
     for at, flight in enumerate((1, 8, 32)):
         bars = [ratios[at] for ratios in llama.values()]
@@ -111,15 +112,16 @@ def save_peers(path: Path) -> None:
     drawn = axes[1].bar(range(5), vllm, 0.6, color=COLORS["adaptive"])
     axes[1].bar_label(drawn, fmt="%.1f", fontsize=8, padding=1)
     for axis, name, ticks, label in (
-        (axes[0], "llama.cpp, same GGUF file", llama, "GGUF type"),
+        (axes[0], "llama.cpp, same GGUF file", llama, ""),
         (axes[1], "vLLM for CPUs", ("1", "8", "32", "64", "128"), "bf16, requests in flight"),
     ):
-        axis.set_xticks(range(len(ticks)), ticks)
+        axis.set_xticks(range(len(ticks)), ticks, fontsize=6.5 if axis is axes[0] else 9)
         axis.set_xlabel(label, fontsize=9)
         axis.axhline(1, color="0.45", lw=1.2, ls=(0, (4, 3)), zorder=0)
         axis.set_title(f"Tokens per second over {name}", loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set(ylim=(0, 7.2), yticks=(0, 1, 2, 4, 6), yticklabels=("0", "1x", "2x", "4x", "6x"))
+    axes[0].set(ylim=(0, 9), yticks=(0, 1, 2, 4, 6, 8))
+    axes[0].yaxis.set_major_formatter("{x:g}x")
     figure.tight_layout()
     _save(figure, path)
 

@@ -65,7 +65,10 @@ def test_the_plot_of_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_plot_of_other_engines_shows_the_figures_of_the_document(tmp_path: Path) -> None:
-    llama, vllm = pictures.ratios_in_docs("### llama.cpp"), pictures.ratios_in_docs("### vLLM")
+    llama, vllm = (
+        pictures.ratios_in_docs("### llama.cpp", "F"),
+        pictures.ratios_in_docs("### vLLM", "F"),
+    )
     assert llama["SmolLM2-135M Q4_1"][:3] == [3.68, 5.96, 5.37] and len(llama) == 4
     assert vllm["cbatch"][:5] == [1.91, 1.75, 1.54, 1.38, 1.26]
     pictures.save_peers(tmp_path / "peers.png")

@@ -65,15 +65,17 @@ def assert_values(name: str) -> None:
     assert (wrong <= 1.01 * bound + 1e-5).all() and (wrong > 0).any()
 
 
-@pytest.mark.parametrize(("name", "threads"), [("Q4_K", 1), ("Q8_0", 2)])
+@pytest.mark.parametrize(
+    ("name", "threads"), [("Q4_K", 1), ("Q8_0", 2), ("Q6_K", 1), ("Q2_K", 1), ("Q5_1", 1)]
+)
 def test_company_changes_no_bit(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_module, "SINGLE_THREAD_BELOW", 0)
-    product, x = whole(stored(name, 410)[0]), torch.randn(70, COLUMNS)
+    product, x = whole(stored(name, 410)[0]), torch.randn(90, COLUMNS)
     torch.set_num_threads(3 - threads)
-    expected = product(x, 70)
+    expected = product(x, 90)
     torch.set_num_threads(threads)
     for start in (0, 5):
-        for rows in (1, 2, 7, 8, 17, 33, 64):
+        for rows in (1, 2, 7, 8, 11, 12, 17, 33, 64, 79):
             some = x[start : start + rows].contiguous()
             assert torch.equal(product(some, rows), expected[start : start + rows])
 

@@ -161,8 +161,8 @@ static void tiled_band(const problem *args, const segment *part, long rows, long
 // Tiles sum integers, a cell or half a cell at a time. The rest is as in `multiply_cells`, with the
 // same bits.
 
-// Cells that are unpacked, or multiplied, before the next step reads the results, because a tile load
-// waits for stores of vectors, and a vector load for stores of tiles.
+// Cells that are unpacked at a time, and then multiplied: a tile load waits for stores of vectors, and
+// a vector load for stores of tiles, so each step writes several results before the next reads any.
 #define GROUP 4
 #define TILED_ROWS 64      // rows whose cells of a group stay in L1
 #define MIN_TILED_ROWS 12  // fewer rows are faster without tiles
