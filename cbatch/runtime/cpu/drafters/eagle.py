@@ -129,9 +129,12 @@ class EagleDrafter(DraftModel):
         waiting, states = self._take_waiting()
         num_logits = np.concatenate([np.zeros_like(waiting[2]), np.ones_like(query_lens)])
         last = self._states.of_slot[torch.from_numpy(slots.astype(np.int64))]
-        drafting = slots, starts, query_lens
-        slots, starts, query_lens = map(np.concatenate, zip(waiting, drafting, strict=True))
-        batch = self._batch(slots, starts, query_lens, num_logits)
+        batch = self._batch(
+            np.concatenate((waiting[0], slots)),
+            np.concatenate((waiting[1], starts)),
+            np.concatenate((waiting[2], query_lens)),
+            num_logits,
+        )
         return self._choices(batch, torch.cat([states, last]))
 
     def _next_logits(self, batch: RaggedBatch) -> Tensor:
