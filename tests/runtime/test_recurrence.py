@@ -173,3 +173,17 @@ def test_bytes_of_a_page_and_of_a_slot(rule: str) -> None:
 def test_a_step_without_a_page_is_refused(rule: str) -> None:
     with pytest.raises(IndexError, match="state_tables: without the page of a boundary"):
         Run(model_of(rule), "no page").step(LENGTH, 0, 0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", ["delta", "scan"])
+def test_floats_below_the_normal_range_are_0_in_a_pass_alone(rule: str) -> None:
+    """They are seen where a state only decays: in the columns that pad values."""
+    run, small = Run(model_of(rule)), 1e-39
+    run.step(BLOCK, 0, 0)
+    run.memory[0].states[0] = small  # of the first boundary
+    run.step(BLOCK, 0, 0)
+    after = run.memory[0].states[1].abs()
+    tiny = after[after < torch.finfo(torch.float32).tiny]
+    assert len(tiny) and (tiny == 0).all()
+    assert np.float32(small) * np.float32(1) != 0

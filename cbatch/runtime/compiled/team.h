@@ -16,9 +16,6 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
 
 #define MAX_THREADS 64
 #define MAX_JOB_BYTES 1024
@@ -176,31 +173,7 @@ static int claim_range(member *me, long count, range *to) {
     for (range claimed; claim_range(me, count, &claimed);) \
         for (long i = claimed.from; i < claimed.to; i++)
 
-// Lets this thread take floats below the normal range as 0, because processors need a hundred cycles
-// for one, and states that decay have many. Returns the mode before.
-static unsigned long flush_subnormals(void) {
-    unsigned long before = 0;
-#if defined(__SSE2__)
-    before = _mm_getcsr();
-    _mm_setcsr((unsigned)before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
-#elif defined(__aarch64__)
-    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
-    __asm__ volatile("msr fpcr, %0" : : "r"(before | 1ul << 24));
-#endif
-    return before;
-}
-
-static void restore_mode(unsigned long mode) {
-#if defined(__SSE2__)
-    _mm_setcsr((unsigned)mode);
-#elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
-#endif
-    (void)mode;
-}
-
 static void *run_worker(void *number) {
-    flush_subnormals();
     team *of = the_team;
     char job[MAX_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
     int32_t last = 0, turn;
@@ -273,13 +246,11 @@ static team *team_for(long threads, long loops) {
 // begins with a member and has at most `loops` loops. While another job runs, only this thread
 // calls `run`.
 static void run_job(void (*run)(void *), void *job, long job_bytes, long threads, long loops) {
-    const unsigned long mode = flush_subnormals();
     member *me = job;
     *me = (member){.progress = me->progress, .threads = 1};
     threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     if (threads < 2 || job_bytes > MAX_JOB_BYTES || pthread_mutex_trylock(&one_at_a_time)) {
         run(job);
-        restore_mode(mode);
         return;
     }
     team *of = team_for(threads, loops);
@@ -293,7 +264,6 @@ static void run_job(void (*run)(void *), void *job, long job_bytes, long threads
         wake(of);
     }
     run(job);
-    restore_mode(mode);
     if (of) __atomic_add_fetch(&of->turn, 1, __ATOMIC_SEQ_CST);
     pthread_mutex_unlock(&one_at_a_time);
 }
