@@ -122,7 +122,7 @@ class EndlessLoop:
         speculation, tokens = Speculation(), 0
         remaining = num_tokens - self._surplus_tokens
         started_s = time.perf_counter()
-        while tokens < remaining:
+        while tokens < remaining or not tokens:  # a step may give more than a turn needs
             tokens += sum(len(output.token_ids) for output in self._step(speculation))
         self._surplus_tokens = tokens - remaining
         return PolicyRun(tokens, time.perf_counter() - started_s, speculation)

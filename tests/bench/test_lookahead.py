@@ -78,6 +78,7 @@ def test_a_loop_stays_full_and_counts_what_comes_out(engines, prompts):
         total.add(run)
     assert total.seconds == runs[0].seconds + runs[1].seconds
     assert total.speculation.drafted_tokens > 0 and 0 < total.speculation.drafting_share <= 1
+    assert all(loop.run(1).tokens for _ in range(5)), "a step gives more than such a turn needs"
     loop.stop()
     assert not engine.has_work
 
