@@ -116,11 +116,17 @@ class EagleDrafter(DraftModel):
             return (none, none, none), self._output_states[:0]
         fused = self.head.fuse(hidden)
         states, last, now = fused.roll(1, 0), self._states.of_slot.numpy(), fused.numpy()
-        ends = lens.cumsum()
-        for slot, first, end in zip(slots.tolist(), ends - lens, ends, strict=True):
-            if first < end:
-                states[first] = torch.from_numpy(last[slot])
-                last[slot] = now[end - 1]
+        ends, some = lens.cumsum(), lens > 0
+        firsts, lasts, of = (ends - lens)[some], ends[some] - 1, slots[some]
+        # By slot, in the order of steps: an entry continues from the one before of its slot.
+        order = np.argsort(of, kind="stable")
+        of, firsts, lasts = of[order], firsts[order], lasts[order]
+        is_first = np.append(True, of[1:] != of[:-1])
+        before = now[np.roll(lasts, 1)]
+        before[is_first] = last[of[is_first]]
+        states.numpy()[firsts] = before
+        is_last = np.roll(is_first, -1)
+        last[of[is_last]] = now[lasts[is_last]]
         self._states.keep_of_blocks(slots, starts, lens, fused)
         return (slots, starts, lens), states
 
