@@ -7,8 +7,6 @@
 #define AHEAD 2048  // bytes to prefetch ahead, into L2: L1 allows few outstanding misses
 #include "blocks.h"
 
-#define CHUNK 256  // rows multiplied at a time: their inputs and sums stay in L2
-
 enum { F32 = 0, BF16 = 30 };  // ggml's type numbers; blocks.h has those of block types
 
 // The form of a product's input rows: fp32; cells of 8-bit codes (see blocks.h); pairs of bf16.

@@ -162,7 +162,7 @@ INLINE void block_band(const problem *args, const segment *part, form f, long r,
     BLOCK_ROWS(1)
 }
 
-#define EACH_TYPE(X)                                                                      \
+#define EACH_TYPE(X)                                                                \
     X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) \
     X(IQ4_NL) X(IQ4_XS) X(MXFP4)
 
@@ -203,6 +203,8 @@ static __attribute__((noinline)) void any_band(const problem *args, const segmen
     }
 #undef TYPE
 }
+
+#define CHUNK 256  // rows multiplied at a time: their inputs and sums stay in L2
 
 // Returns whether the product can output silu(gate) * up in pairs of bf16.
 INLINE int gates(const linear *weights) {
