@@ -4,6 +4,7 @@ a text, and files without a usable head are refused or served without one."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,54 @@ def test_the_head_of_a_gguf_file_drafts(tmp_path: Path, caplog: pytest.LogCaptur
     wide, quantised = (llm.engine.stats.speculation.acceptance for llm in runs)
     assert wide is not None and quantised == pytest.approx(wide, abs=0.08)
     assert "left out" not in caplog.text
+
+
+def by_key_head(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat([each.unflatten(0, (2, -1)) for each in parts], dim=1).flatten(0, 1)
+
+
+def as_qwen3_next(folder: Path) -> Path:
+    """Write the hybrid in the layout of Qwen3-Next. A layer's network becomes two equal experts of
+    which one answers each token, and a shared one that adds nothing."""
+    dense, tensors = load_file(HYBRID / "model.safetensors"), dict[str, Tensor]()
+    for name, tensor in dense.items():
+        layer, _, part = name.partition(".mlp.")
+        mixer, _, projection = name.partition("in_proj_")
+        if part:
+            tensors |= {f"{layer}.mlp.experts.{i}.{part}": tensor.clone() for i in range(2)}
+            tensors[f"{layer}.mlp.shared_expert.{part}"] = torch.zeros_like(tensor)
+            tensors[f"{layer}.mlp.gate.weight"] = torch.zeros(2, 96)
+            tensors[f"{layer}.mlp.shared_expert_gate.weight"] = torch.zeros(1, 96)
+        elif projection == "qkv.weight":
+            parts = *tensor.split([64, 64, 128]), dense[f"{mixer}in_proj_z.weight"]
+            tensors[f"{mixer}in_proj_qkvz.weight"] = by_key_head(parts)
+        elif projection == "b.weight":
+            tensors[f"{mixer}in_proj_ba.weight"] = by_key_head(
+                (tensor, dense[f"{mixer}in_proj_a.weight"])
+            )
+        elif not projection:
+            tensors[name] = tensor
+    folder.mkdir()
+    config = json.loads((HYBRID / "config.json").read_text())
+    config |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+    config |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
+    config |= {"shared_expert_intermediate_size": 128}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@needs_compiler
+def test_the_head_of_qwen3_next_drafts(tmp_path: Path) -> None:
+    """Its head has experts."""
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    path = as_qwen3_next(tmp_path / "next")
+    runs = [make(file, lookahead="fixed:2") for file in (HYBRID, path)]
+    plain = make(path, lookahead="off").generate(PROMPTS, params)
+    drafted = [llm.generate(PROMPTS, params) for llm in runs][1]
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    dense, experts = (llm.engine.stats.speculation.acceptance for llm in runs)
+    assert dense is not None and experts == pytest.approx(dense, abs=0.05)
 
 
 @needs_compiler
