@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     assert isinstance(executor, Executor)
     console.print(f"measuring steps for {args.seconds:g} s")
     config = engine.scheduler.config
+    if values.engine.drafter is None and config.draft_context_tokens is None:
+        config = msgspec.structs.replace(config, drafter=None)  # lookups cannot be calibrated
     profile = calibrate(executor, config, info, seconds=args.seconds)
     args.out.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     console.print(f"fitted to {_accuracy_text(profile.fitted)}", soft_wrap=True)

@@ -12,7 +12,13 @@ import msgspec
 import numpy as np
 
 from cbatch.core.request.errors import FieldError
-from cbatch.core.request.request import DRAFTERS, LOOKUPS, MODEL, SamplingParams
+from cbatch.core.request.request import (
+    DEFAULT_LOOKUP,
+    DRAFTERS,
+    LOOKUPS,
+    MODEL,
+    SamplingParams,
+)
 from cbatch.core.scheduler.config import SchedulerConfig
 from cbatch.core.scheduler.events import Event
 from cbatch.core.scheduler.executor import Executor, OverlappedExecutor, WatchedExecutor
@@ -231,11 +237,30 @@ def _trial_texts(
 # ---- the scheduler's configuration ------------------------------------------------------------
 
 
+def with_default_drafter(options: EngineOptions, *, has_draft: bool) -> EngineOptions:
+    """Return options that name `DEFAULT_LOOKUP`, unless there is a drafter or lookahead is off."""
+    if has_draft or options.drafter is not None or not options.may_draft:
+        return options
+    return msgspec.structs.replace(options, drafter=(DEFAULT_LOOKUP,))
+
+
 def scheduler_config(
     models: LoadedModels, options: EngineOptions, default_block_size: int, kv_events: bool
 ) -> SchedulerConfig:
-    """Return the configuration for an engine's options. Raises `FieldError` for limits that the
-    models or the memory do not allow."""
+    """Return the configuration for an engine's options, with the default drafter if its drafts
+    fit. Raises `FieldError` for limits that the models or the memory do not allow."""
+    drafting = with_default_drafter(options, has_draft=models.draft is not None)
+    try:
+        return _scheduler_config(models, drafting, default_block_size, kv_events)
+    except FieldError:
+        if drafting is options:
+            raise
+    return _scheduler_config(models, options, default_block_size, kv_events)
+
+
+def _scheduler_config(
+    models: LoadedModels, options: EngineOptions, default_block_size: int, kv_events: bool
+) -> SchedulerConfig:
     target, draft = models.target, models.draft
     context = target.config.max_position_tokens
     max_tokens = options.max_model_len or context

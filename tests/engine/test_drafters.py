@@ -10,6 +10,8 @@ import pytest
 
 from cbatch import LLM, EngineOptions, FieldError, SamplingParams
 from cbatch.core.prices.cost_profile import CostProfile
+from cbatch.engine import build
+from cbatch.engine.memory import cache_sizes
 from tests.test_llm import PROMPTS, make, write_model
 
 REPEATING = [prompt * 4 for prompt in PROMPTS]
@@ -27,7 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def plain(pair: tuple[Path, Path]) -> list[list[tuple[int, ...]]]:
-    llm = make(pair, draft=False)
+    llm = make(pair, draft=False, lookahead="off")
     return [tokens(llm, params) for params in (GREEDY, COUPLED)]
 
 
@@ -53,6 +55,30 @@ def test_tokens_do_not_depend_on_the_drafter(pair, plain, drafter, draft, option
     assert speculation.accepted_tokens > 40 and speculation.rejections > 10
     assert llm.info.drafter == drafter
     assert "lookahead " + llm.info.lookahead + " by " + ", ".join(drafter) in llm.info.lines()[0]
+
+
+def test_suffix_drafts_by_default(pair, plain, monkeypatch):
+    llm = make(pair, draft=False)
+    assert (llm.info.drafter, llm.info.lookahead) == (("suffix",), "adaptive:8")
+    assert "lookahead adaptive:8 by suffix" in llm.info.lines()[0]
+    assert llm.engine.core.drafters == ("ngram", "suffix")
+    assert tokens(llm, GREEDY) == plain[0]
+    always = make(pair, draft=False, lookahead="fixed:4")  # whatever a draft costs here
+    assert always.info.drafter == ("suffix",)
+    assert tokens(always, GREEDY) == plain[0]
+    assert always.engine.stats.speculation.accepted_tokens > 40
+    assert make(pair).info.drafter == ("model",)
+
+    def sizes(models, options, largest):
+        if largest.max_drafts:
+            raise FieldError("num_blocks", "no memory for drafts", "")
+        return cache_sizes(models, options, largest)
+
+    monkeypatch.setattr(build, "cache_sizes", sizes)
+    small = make(pair, draft=False).info
+    assert (small.drafter, small.lookahead) == ((), "off"), "a default refuses nothing"
+    with pytest.raises(FieldError, match="no memory for drafts"):
+        make(pair, draft=False, drafter=("suffix",))
 
 
 def test_adaptive_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
@@ -88,8 +114,9 @@ def test_each_request_may_choose_its_drafter(pair, plain):
 
 
 def test_without_drafters_a_request_with_a_drafter_is_rejected(pair):
-    llm = make(pair, draft=False)
+    llm = make(pair, draft=False, lookahead="off")
     assert llm.engine.core.drafters == llm.info.drafter == ()
+    assert llm.info.lookahead == "off"
     (done,) = llm.generate("abc", SamplingParams(drafter=("ngram",)))
     assert "start the engine with one" in (done.error or "")
     (done,) = make(pair, draft=False, drafter=("suffix",)).generate(

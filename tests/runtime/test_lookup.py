@@ -177,6 +177,17 @@ def test_kernels_find_what_python_does(kind, data):
 
 
 @every_lookup
+def test_drafts_stay_when_the_drafter_drafts_again(make):
+    world = World(make)
+    for slot, text in enumerate(([1, 2, 3, 4] * 3, [5, 6, 7, 8] * 3, [9])):
+        world.admit(slot, text)
+    (slots, known), lag = np.array([[0], [12]], dtype=np.int64), np.zeros(1, dtype=np.int64)
+    deep = world.drafter.propose(DraftRows(slots, known, lag + 6, lag))
+    assert world.propose(1, 2, depth=2) == [[5, 6], []]
+    assert deep.num_drafted.tolist() == [6] and deep.tokens.tolist() == [[1, 2, 3, 4, 1, 2]]
+
+
+@every_lookup
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.integers(0, 2), min_size=1, max_size=60), data=st.data())
 def test_a_sequence_that_grew_is_read_as_one_that_is_admitted(make, text, data):

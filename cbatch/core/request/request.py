@@ -23,6 +23,7 @@ CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)
 MODEL = "model"  # the drafter that runs a draft model
 LOOKUPS = ("ngram", "suffix")  # the drafters that look up repetitions in the text
 DRAFTERS = (MODEL, *LOOKUPS)
+DEFAULT_LOOKUP = "suffix"  # drafts in an engine whose options name no drafter
 # Largest absolute bias: far beyond any logit, yet sums of biases do not overflow fp32.
 MAX_LOGIT_BIAS = 1e30
 # Values that mean None in other engines.

@@ -102,10 +102,12 @@ def _choose_drafts(state: SchedulerState, batch: DecodeBatch, num_known: np.ndar
     num_drafts = state.policy.choose(step)
     if num_drafts is None:
         return batch.plain
-    lag, budget = step.draft_kv_lag, step.budget_tokens
-    drafts = batch.max_drafts
+    budget, drafts = step.budget_tokens, batch.max_drafts
     if num_drafts is not drafts.num_drafts:
-        drafts = RowTokens.of(num_drafts, lag, 0)
+        drafts = RowTokens.of(num_drafts, batch.plain.catch_up, 0)
+    if not state.has_draft_kv and drafts.total_drafts <= budget:
+        return drafts  # lookups never catch up
+    lag = step.draft_kv_lag
     total = int(np.add.reduce(lag))
     if drafts.all_draft and drafts.total_drafts + total <= budget:
         return drafts.with_catch_up(lag.copy(), total)

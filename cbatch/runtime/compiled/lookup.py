@@ -27,7 +27,9 @@ class CompiledLookup:
         self._look_up, self._struct, self._half = kernel.look_up, of, half_window
         places = [c_void_p, c_long, c_long, c_void_p, c_long, c_long]
         self._look_up.argtypes = [POINTER(LookupStruct), *places]
-        self._text, self._address = np.zeros((0, 0), dtype=np.int64), 0  # of the last call
+        # Text and requests of the last call; an address takes longer to get than a lookup in C.
+        self._text = self._requests = np.zeros((0, 0), dtype=np.int64)
+        self._text_address = self._requests_address = 0
 
     @classmethod
     def of(cls, lookup: Any, half_window: int) -> CompiledLookup | None:
@@ -40,13 +42,18 @@ class CompiledLookup:
     ) -> tuple[I64, I64]:
         """Draft up to `depths[i]` tokens after the first `known[i]` of a slot; return drafts and
         counts."""
-        depth = int(np.maximum.reduce(depths, initial=0))
-        requests = np.zeros((len(slots), _COLUMNS + depth), dtype=np.int64)
+        count, depth = len(slots), max(depths.tolist(), default=0)
+        num_rows, width = self._requests.shape
+        if count > num_rows or _COLUMNS + depth > width:
+            num_rows, width = max(count, num_rows), max(_COLUMNS + depth, width)
+            self._requests = np.zeros((num_rows, width), dtype=np.int64)
+            self._requests_address = self._requests.ctypes.data
+        if tokens is not self._text:
+            self._text, self._text_address = tokens, tokens.ctypes.data
+        requests = self._requests[:count]
         requests[:, 0], requests[:, 1], requests[:, 2] = slots, known, depths
-        if tokens is not self._text:  # an address takes longer to get than a lookup in C
-            self._text, self._address = tokens, tokens.ctypes.data
-        places = self._address, tokens.shape[1], self._half, requests.ctypes.data
-        status = self._look_up(self._struct, *places, len(requests), depth)
-        if status:
-            raise MemoryError(f"lookups in {len(requests)} rows of {tokens.shape[1]} tokens")
-        return requests[:, _COLUMNS:], requests[:, 3]
+        places = self._text_address, tokens.shape[1], self._half, self._requests_address
+        if self._look_up(self._struct, *places, count, width - _COLUMNS):
+            raise MemoryError(f"lookups in {count} rows of {tokens.shape[1]} tokens")
+        result = requests[:, 3 : _COLUMNS + depth].copy()
+        return result[:, 1:], result[:, 0]

@@ -170,7 +170,8 @@ class TorchExecutor:
         num_drafts, catch_up = plan.num_drafts, plan.catch_up
         if drafting:  # a row that may not draft any more must not catch up either
             num_drafts = np.maximum(np.minimum(num_drafts, remaining - 1), 0)
-            catch_up = catch_up * (num_drafts >= np.minimum(plan.num_drafts, 1))
+            if np.count_nonzero(catch_up):
+                catch_up = catch_up * (num_drafts >= np.minimum(plan.num_drafts, 1))
         new = plan.query_lens - plan.num_drafts
         rows = _Rows(iota(len(slots)), slots, known, start, new, num_drafts, catch_up, wants)
         # Leave out rows that failed, and rows that emit a token but have reached their end.
@@ -189,7 +190,7 @@ class TorchExecutor:
     def _propose(self, rows: _Rows) -> Proposal | None:
         """Return drafts for all rows, written after the known tokens; None if no row got any."""
         assert self.drafter is not None
-        at = ((rows.num_drafts > 0) | (rows.catch_up > 0)).nonzero()[0]
+        at = (rows.num_drafts + rows.catch_up).nonzero()[0]
         if not len(at):
             return None
         draft_rows = DraftRows(rows.slots, rows.known, rows.num_drafts, rows.catch_up)

@@ -115,8 +115,8 @@ class ChainDrafter(Drafter):
         return [(i + (middle - place) * (i >= place), name) for i, name in enumerate(chain)]
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
-        for drafter in self._drafters.values():
-            drafter.truncate(slots, kv_len_tokens)
+        if self.model is not None:  # a lookup has no KV
+            self.model.truncate(slots, kv_len_tokens)
 
     @property
     def _model_alone(self) -> bool:
