@@ -237,9 +237,11 @@ def _trial_texts(
 # ---- the scheduler's configuration ------------------------------------------------------------
 
 
-def with_default_drafter(options: EngineOptions, *, has_draft: bool) -> EngineOptions:
-    """Return options that name `DEFAULT_LOOKUP`, unless there is a drafter or lookahead is off."""
-    if has_draft or options.drafter is not None or not options.may_draft:
+def _with_default_drafter(models: LoadedModels, options: EngineOptions) -> EngineOptions:
+    """Return options that name `DEFAULT_LOOKUP` on a CPU, unless there is a drafter or lookahead is
+    off. On GPUs what it gains has not been measured."""
+    named = models.draft is not None or options.drafter is not None
+    if named or not options.may_draft or models.target.device.type != "cpu":
         return options
     return msgspec.structs.replace(options, drafter=(DEFAULT_LOOKUP,))
 
@@ -249,7 +251,7 @@ def scheduler_config(
 ) -> SchedulerConfig:
     """Return the configuration for an engine's options, with the default drafter if its drafts
     fit. Raises `FieldError` for limits that the models or the memory do not allow."""
-    drafting = with_default_drafter(options, has_draft=models.draft is not None)
+    drafting = _with_default_drafter(models, options)
     try:
         return _scheduler_config(models, drafting, default_block_size, kv_events)
     except FieldError:

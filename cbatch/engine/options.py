@@ -53,7 +53,7 @@ num_speculative_tokens aliases=spec_tokens | N | maximum number of drafts of a s
 step: K of --lookahead
 drafter | NAME | {", ".join(DRAFTERS)}, mtp; repeatable, preferred first; ngram and suffix look up \
 repeated text and need no draft model; mtp is the model's own head (default: model, if there is a \
-draft model, else mtp, if the model has it, else suffix)
+draft model, else mtp, if the model has it, else suffix on CPUs)
 max_num_seqs | N | maximum number of sequences in a step
 num_blocks aliases=num_gpu_blocks_override default="as memory allows" | N | number of KV blocks
 kv_cache_memory_bytes | BYTES | memory for the KV cache, as 4G
