@@ -91,7 +91,7 @@ class Device:
         depth = int(drafts.max(initial=0))
         hits = (self._random.random((len(drafts), depth)) < _CHANCE).cumprod(axis=1).sum(axis=1)
         accepted = np.minimum(hits, drafts)
-        rows = self._executor.steps.rows(self._executor.pending[0].buffers)
+        rows = self._executor.pending[0].buffers.rows
         tokens = self._random.integers(300, 4000, (len(drafts), rows.shape[1] - fields.NUM_FIELDS))
         rows[plan.slots, fields.NUM_FIELDS :] = tokens
         rows[plan.slots, fields.STATUS] = 0

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-META = torch.device("meta")
+META, EARLY = torch.device("meta"), "early "
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -46,10 +46,12 @@ class Recorded(NamedTuple):
 
 
 class Launches:
-    """Recorded launches: every specialisation in order, by a key that is equal if the code is."""
+    """Recorded launches: every specialisation in order, by a key that is equal if the code is.
+    `order` has the name of each launch; those of early launches begin with `EARLY`."""
 
     def __init__(self) -> None:
         self.phase = ""
+        self.order: list[str] = []
         self.by_key: dict[str, Recorded] = {}
 
 
@@ -58,8 +60,8 @@ class Unlaunched:
 
     function = packed_metadata = None
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, order: list[str]) -> None:
+        self._name, self._order = name, order
 
     def launch_metadata(self, *_: object) -> None:
         return None
@@ -68,6 +70,7 @@ class Unlaunched:
         for size, limit in zip((x, y, z), _MAX_OF_GRID, strict=True):
             if not 0 < size <= limit:
                 raise AssertionError(f"{self._name}: a grid of {(x, y, z)} cannot be launched")
+        self._order.append(self._name)
 
 
 class Driver:
@@ -100,7 +103,8 @@ def recording(target: GPUTarget) -> Iterator[Launches]:
     ) -> Unlaunched:  # fmt: skip
         made = Recorded(launches.phase, self, signature, constexprs, attrs, dict(vars(options)))
         launches.by_key.setdefault(f"{self.__name__} {key}", made)
-        kernel = self.device_caches[device][0][key] = Unlaunched(self.__name__)
+        name = EARLY * made.options.get("launch_pdl", False) + self.__name__
+        kernel = self.device_caches[device][0][key] = Unlaunched(name, launches.order)
         return kernel
 
     with pytest.MonkeyPatch.context() as patch:

@@ -39,7 +39,9 @@ class RobustFit:
     ) -> None:
         """`common`: relative standard deviation of all prices together."""
         self.prices, self._first_spread = prices.astype(np.float64), spread.astype(np.float64)
-        self._lowest, self._highest, self._is_seconds = lowest, highest, is_seconds
+        # As arrays, because numpy converts a Python number in each operation.
+        self._lowest, self._highest = np.asarray(lowest), np.asarray(highest)
+        self._is_seconds = is_seconds
         self._drifts, self._num_observed = drifts, 0
         moving = self.prices * is_seconds
         self._covariance = np.diag(spread**2) + common**2 * np.outer(moving, moving)

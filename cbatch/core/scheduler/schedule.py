@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cbatch.core.prices.step_work import StepWork
-from cbatch.core.scheduler.caching_pool import ONE
+from cbatch.core.scheduler.caching_pool import ONE, ZERO
 from cbatch.core.scheduler.plan import StepPlan
 from cbatch.core.scheduler.preemption import candidate_of, decide_growth, fit_drafts, is_in_flight
 from cbatch.core.scheduler.sequence import Sequence
@@ -92,7 +92,11 @@ def _without_finishing(
     continues = num_known[batch.rows] < state.table.max_total[batch.rows]
     for sequence in state.pending_preemption:
         continues &= batch.slots != sequence.slot
-    return batch if continues.all() else state.batch_of(batch.index[continues].tolist())
+    return (
+        batch
+        if False not in continues.tolist()
+        else state.batch_of(batch.index[continues].tolist())
+    )
 
 
 def _choose_drafts(state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> RowTokens:
@@ -215,7 +219,7 @@ def _prompt_of(state: SchedulerState, sequence: Sequence) -> _Prompt:
     assert slot is not None
     remaining = int(state.table.num_uncomputed_tokens[slot])
     for step in state.in_flight:  # exact, since a prefilling row drafts nothing
-        remaining -= int(step.plan.query_lens[step.plan.slots == slot].sum())
+        remaining -= int(step.plan.query_lens @ (step.plan.slots == slot))
     return _Prompt(slot, sequence, remaining)
 
 
@@ -348,7 +352,7 @@ class DraftableRows:
         state, batch = self._state, self._batch
         max_drafts = batch.max_drafts.num_drafts
         if state.in_flight or batch.tokens_until_end < state.policy.max_depth:
-            max_drafts = np.minimum(max_drafts, np.maximum(self.remaining_tokens, 0))
+            max_drafts = np.minimum(max_drafts, np.maximum(self.remaining_tokens, ZERO))
         return max_drafts
 
     @cached_property
@@ -380,7 +384,7 @@ class DraftableRows:
     def context_tokens(self) -> int:
         return int(np.add.reduce(self._num_known))
 
-    @cached_property
+    @property
     def num_prompts(self) -> int:
         state = self._state
         return len(state.prefilling) + min(len(state.waiting), state.table.num_free)

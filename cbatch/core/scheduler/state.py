@@ -186,7 +186,7 @@ class SchedulerState:
 
     def batch_of(self, slots: list[int]) -> DecodeBatch:
         owners, floor_s = self.owners_of(slots), self.config.min_itl_target_s
-        own_s = dict.fromkeys(owner.request.itl_target_s for owner in owners)
+        own_s = {owner.request.itl_target_s for owner in owners}
         targets_s = [self.config.itl_target_s if s is None else max(s, floor_s) for s in own_s]
         shortest_s = min((s for s in targets_s if s is not None), default=None)
         return DecodeBatch(self.table, owners, slots, shortest_s)
@@ -247,7 +247,7 @@ class SchedulerState:
             self.decoding.remove(slot)
             self.cached_batch = None
         self._count_stops(sequence, -1)
-        steps = [step for step in self.in_flight if (step.plan.slots == slot).any()]
+        steps = [step for step in self.in_flight if slot in step.plan.slots.tolist()]
         for step in steps:
             step.cancelled_slots.append(slot)
         if steps:
@@ -316,7 +316,7 @@ class SchedulerState:
     def cache_completed_blocks(self) -> None:
         """Cache the blocks that running sequences have completed since the last call."""
         table = self.table
-        running = np.asarray(self.decoding + self.prefilling, dtype=np.int32)
+        running = np.array(self.decoding + self.prefilling, dtype=np.intp)
         kv_len = table.num_tokens[running] - table.num_uncomputed_tokens[running]
         complete = kv_len - table.num_cached_tokens[running] >= self.pool.block_size
         for slot in running[complete].tolist():

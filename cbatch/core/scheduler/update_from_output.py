@@ -135,18 +135,21 @@ class CommittedStep:
             self.counts = splits[1:] - splits[:-1]
 
     def _keep_rows(self, live: np.ndarray) -> None:
-        result, counts = self.result, np.diff(self.result.row_splits)
+        result, splits = self.result, self.result.row_splits
+        counts = splits[1:] - splits[:-1]
         self.owners = [o for o, alive in zip(self.owners, live.tolist(), strict=True) if alive]
         columns = "slots", "query_lens", "num_drafts", "catch_up", "wants_logits"
         self.plan = structs.replace(self.plan, **_rows(self.plan, columns, live))
+        splits = np.zeros_like(splits[: 1 + len(self.owners)])
+        np.add.accumulate(counts[live], out=splits[1:])
         columns = "num_drafted", "num_accepted", "status", "draft_kv_lens", "expected_accepted"
         self.result = structs.replace(
             result,
-            tokens=result.tokens[np.repeat(live, counts)],
-            row_splits=np.concatenate([[0], np.cumsum(counts[live])]).astype(np.int32),
+            tokens=result.tokens[live.repeat(counts)],
+            row_splits=splits,
             **_rows(result, columns, live),
         )
-        self.rows = self.plan.slots
+        self.rows = self.plan.slots.astype(np.intp)
 
     def sample(self) -> StepSample:
         """Return the composition of the step and its duration: the wall time since the previous

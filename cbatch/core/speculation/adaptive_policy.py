@@ -75,7 +75,7 @@ class AdaptivePolicy(EstimatingPolicy):
             self._decide(step)
         if self._steps in self._experiment:
             return None if self.drafting else self._single_draft(step)
-        if not self.drafting or not self.decision.total_drafts:
+        if not self.drafting or not self.decision.gain:
             return None
         num_drafts: np.ndarray = np.minimum(self._num_drafts[step.rows], step.max_drafts)
         return num_drafts
@@ -165,7 +165,7 @@ class AdaptivePolicy(EstimatingPolicy):
         steps, prior = self._steps - self._decided_at, np.array(self.prior)
         before = self.estimate[:, idle]
         self.estimate[:, idle] = acceptance.drift(self.config.idle_drift, before, prior, steps)
-        if not self.drafting or not self.decision.total_drafts:
+        if not self.drafting or not self.decision.gain:
             self.all_rows.fade()
 
     def _best(self, step: PlannedRows, prices: StepPrices, depth: int) -> LookaheadDecision:

@@ -58,7 +58,7 @@ def decide(
     them."""
     depth, rows = survival.shape
     depths = np.arange(1.0, depth + 1)[:, None]
-    values = np.where(depths <= max_drafts, survival, 0.0)
+    values = survival * (depths <= max_drafts)
     if previous is not None:
         values *= weights(values, prices, previous)
     max_value = float(np.maximum.reduce(values[0])) or 1.0

@@ -50,10 +50,10 @@ class Inbox(NamedTuple):
         words = torch.zeros(3 * first + 4 * second + more, dtype=torch.int32, device=device)
         return cls(words, first, second)
 
-    def holds(self, message: SlotUpdate) -> bool:
-        first, second = message.num_runs()
+    def holds(self, first: int, second: int, words: int) -> bool:
+        """Return whether a message with these runs and words fits."""
         fits = first <= self.first and second <= self.second
-        return fits and 3 * (self.first + self.second) + message.num_words() <= len(self.words)
+        return fits and 3 * (self.first + self.second) + words <= self.words.numel()
 
     def apply(self, arena: Tensor) -> None:
         """Apply the message, with empty runs."""
@@ -68,6 +68,7 @@ class HostBuffers:
     def __init__(self) -> None:
         empty = torch.zeros(0, dtype=torch.int32)
         self.work = self.result = self.drafts = self.masks = empty
+        self.rows = np.zeros((0, 0), dtype=np.int32)  # of `result`, one per slot
         self.messages = [empty] * 3  # for both inboxes, and for one of any size
 
 
@@ -141,20 +142,21 @@ class DeviceSteps:
 
     def send(self, message: SlotUpdate, buffers: HostBuffers) -> None:
         """Copy a message to the device, and apply it to the slots there."""
-        if not len(buffers.work):
+        if not buffers.work.numel():
             buffers.work = self.queue.staging(message.work.size).view(message.work.shape)
         buffers.work.numpy()[:] = message.work
         self.state.work.copy_(buffers.work, non_blocking=True)
         first, second = message.num_runs()
         if not (first or second):
             return
-        number = next((i for i, inbox in enumerate(self._inboxes) if inbox.holds(message)), None)
+        sizes = first, second, message.num_words()
+        number = next((i for i, inbox in enumerate(self._inboxes) if inbox.holds(*sizes)), None)
         if number is None:  # many new sequences, or long ones
-            inbox = Inbox.allocate(first, second, message.num_words(), self._arena.words.device)
+            inbox = Inbox.allocate(*sizes, self._arena.words.device)
             staged = buffers.messages[-1] = self.queue.staging(len(inbox.words))
         else:
             inbox = self._inboxes[number]
-            if not len(buffers.messages[number]):
+            if not buffers.messages[number].numel():
                 buffers.messages[number] = self.queue.staging(len(inbox.words))
             staged = buffers.messages[number]
         message.write(staged.numpy(), inbox.first, inbox.second)
@@ -177,13 +179,10 @@ class DeviceSteps:
     def fetch(self, buffers: HostBuffers) -> None:
         """Queue the copy of the step's result to the host."""
         result = self.target_pass.flat_result
-        if not len(buffers.result):
+        if not buffers.result.numel():
             buffers.result = self.queue.staging(len(result))
+            buffers.rows = buffers.result.numpy().reshape(self.state.work.shape[1], -1)
         self.queue.fetch(result, buffers.result)
-
-    def rows(self, buffers: HostBuffers) -> np.ndarray:
-        """Return the result's rows, one per slot; valid until the buffers are reused."""
-        return buffers.result.numpy().reshape(self.state.work.shape[1], -1)
 
     def zero_blocks(self, block_ids: np.ndarray) -> None:
         """Zero blocks that held non-finite values, in every cache."""

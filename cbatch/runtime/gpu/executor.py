@@ -208,9 +208,9 @@ class GpuExecutor:
                 )
 
     def report(self, step: Pending) -> StepResult:
-        plan, all_rows = step.plan, self.steps.rows(step.buffers)
+        plan, all_rows = step.plan, step.buffers.rows
         self.host_side.end_dead_ends(plan, step.dead_ends, all_rows)
-        rows = all_rows[plan.slots]
+        rows = all_rows[plan.slots.astype(np.intp)]
         status, drafted, accepted, emitted = rows[:, : fields.DRAFT_KV].T.copy()
         if np.count_nonzero(status == fields.DOES_NOT_FIT):
             raise ValueError(

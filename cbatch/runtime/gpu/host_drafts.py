@@ -134,7 +134,9 @@ class DraftPlan(NamedTuple):
     def of_model(cls, plan: StepPlan, model: DeviceModel) -> DraftPlan:
         """Let the draft model draft for every row."""
         zeros = np.zeros(len(plan.slots), dtype=np.int32)
-        drafts = np.minimum(plan.num_drafts, model.max_drafts)
+        drafts = plan.num_drafts
+        if max(drafts.tolist(), default=0) > model.max_drafts:
+            drafts = np.minimum(drafts, model.max_drafts)
         return cls(drafts, zeros if model.is_head else plan.catch_up, zeros, {})
 
     @classmethod
@@ -311,8 +313,11 @@ class HostSide:
 
     def plan_drafts(self, plan: StepPlan, pending_plans: Iterable[StepPlan]) -> DraftPlan:
         """Choose the drafts of a step; steps of `pending_plans` may still emit tokens."""
-        model, in_chain = self._on_device, self._in_chain[plan.slots]
+        model = self._on_device
         drafts = DraftPlan.empty(plan) if model is None else DraftPlan.of_model(plan, model)
+        if not self._followed:
+            return drafts
+        in_chain = self._in_chain[plan.slots]
         if not np.count_nonzero(in_chain):
             return drafts
         assert self.known is not None

@@ -21,7 +21,7 @@ from cbatch.core.scheduler.plan import Deltas, NewSequence, StepPlan
 from cbatch.runtime.gpu.decoder import Decoder
 from cbatch.runtime.gpu.device import Device
 from cbatch.runtime.gpu.target_pass import TargetPass
-from cbatch.runtime.model.arrays import I64
+from cbatch.runtime.model.arrays import I64, iota
 from cbatch.runtime.sampling.filters import Filters, filtered_logits
 from cbatch.runtime.sampling.logits_processors import ProcessorChain, processors_of
 from cbatch.runtime.sampling.logprobs import LogprobRequest, LogprobRequests, describe, pack, unpack
@@ -103,6 +103,7 @@ class LogprobsReader:
         if not (asks.outputs or asks.prompts):
             return ()
         prompts, outputs = [], []
+        together: dict[int, dict[int, int]] = {}  # by `num_top`: rows by slot
         num_new_tokens = plan.query_lens - plan.num_drafts
         for slot, count, drafts, wants in zip(
             plan.slots.tolist(),
@@ -116,8 +117,13 @@ class LogprobsReader:
                 prompts.append(self._queue_prompt(slot, count - wants, ask, device))
             if wants:
                 asks.prompts.pop(slot, None)
-                if slot in asks.outputs:
+                if slot in self._kept or slot in self._processed:
                     outputs.append(self._queue_output(slot, 1 + drafts, device))
+                elif slot in asks.outputs:
+                    together.setdefault(asks.outputs[slot].num_top, {})[slot] = 1 + drafts
+        for num_top, counts in together.items():
+            outputs += self._queue_together(counts, num_top, device)
+        outputs.sort(key=lambda copy: plan.slots.tolist().index(copy.slot))
         return *prompts, *outputs
 
     def describe(self, copies: tuple[_Copy, ...], result: np.ndarray) -> tuple[TokenLogprobs, ...]:
@@ -183,6 +189,30 @@ class LogprobsReader:
             tokens.clamp_(0, logits.shape[1] - 1)  # entries past the emitted tokens are undefined
             logits = pack(logits, tokens, ask.num_top)
         return self._fetched(slot, ask, logits, device)
+
+    def _queue_together(self, counts: dict[int, int], num_top: int, device: Device) -> list[_Copy]:
+        """Queue log probabilities of output rows, whose number by slot is `counts`."""
+        target, state, ends = self._target, self._state, np.cumsum([*counts.values()])
+        host = device.staging(2 * int(ends[-1])).view(2, -1)
+        host.numpy()[0] = np.repeat([*counts], [*counts.values()])
+        host.numpy()[1] = np.concatenate([*map(iota, counts.values())])
+        index = torch.empty_like(host, device=target.logits.device)
+        slots, depths = index.copy_(host, non_blocking=True).long()
+        rows = (target.layout.logit_starts[slots] + depths).clamp_(max=target.max_logits - 1)
+        tokens = target.result[slots, fields.NUM_FIELDS + depths].long()
+        tokens.clamp_(0, target.logits.shape[1] - 1)  # entries past the emitted are undefined
+        parts = zip(rows.split(PROMPT_ROWS), tokens.split(PROMPT_ROWS), strict=True)
+        values = [pack(target.logits.index_select(0, r).float(), t, num_top) for r, t in parts]
+        copies = []
+        for source in (torch.cat([*map(torch.flatten, values)]), state.num_tokens[slots]):
+            copies.append(device.staging(source.numel()))
+            device.fetch(source, copies[-1])
+        packed, known = copies
+        rows_of = packed.view(len(slots), -1).split([*counts.values()])
+        return [
+            _Copy(slot, num_top, rows, known[end - 1 : end], None, None)
+            for slot, rows, end in zip(counts, rows_of, ends.tolist(), strict=True)
+        ]
 
     def _logits(self, slot: int, count: int) -> Tensor:
         target = self._target
