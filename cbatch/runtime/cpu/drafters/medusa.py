@@ -19,7 +19,7 @@ from cbatch.runtime.model.arrays import I64
 
 class MedusaDrafter(ModelDrafter):
     """Drafts with Medusa heads. `kv_len` counts a slot's positions up to its last state; it equals
-    the target's after every step."""
+    the target's after every step whose states it reads."""
 
     def __init__(self, head: MedusaHead) -> None:
         self.head, self.hidden_layers = head, head.head.hidden_layers
@@ -38,7 +38,7 @@ class MedusaDrafter(ModelDrafter):
         self._states.admit(admission)
 
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        return self.kv_len[slots]
+        return self.table.kv_len[slots]  # a head cannot catch up
 
     def read_states(self, states: StepStates) -> None:
         nonempty = states.lens > 0
