@@ -30,6 +30,7 @@ from cbatch.core.speculation.policy import (
 
 # Steps from one decision to the next: after a change of mode, while rows draft, while none does.
 SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
+IDLE_PRICE_STEPS = 32  # from one step whose price is learned to the next, while no row drafts
 # Steps of an experiment: the maximum if a step loses at most `_MIN_LOSS`.
 MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
 WARM_UP_STEPS = 32  # before an experiment with drafts: draft heads read the states of these steps
@@ -127,7 +128,7 @@ class AdaptivePolicy(EstimatingPolicy):
         right after it are left out, because they take longer."""
         if self._steps in self._experiment:
             return 2 * self._steps >= self._experiment.start + self._experiment.stop
-        interval = SOON_STEPS if self.drafting else DECISION_STEPS
+        interval = SOON_STEPS if self.drafting else IDLE_PRICE_STEPS
         since = self._steps - self._learns_from
         return since % interval == SOON_STEPS - 1 or not self.costs.is_known
 

@@ -133,7 +133,8 @@ class CompiledDecoder:
     ) -> Tensor:
         """Run a pass; see `Model` for the arguments and `progress`. A drafter reads
         `states`, fp32 [T, hidden]. Kept states are written to `hidden`, if given: fp32
-        [T, num_kept, hidden], or [N, 1, hidden] for a drafter. Raises IndexError with a message of `PASS_ERRORS`."""
+        [T, num_kept, hidden], or [N, 1, hidden] for a drafter. Raises IndexError with a message of
+        `PASS_ERRORS`."""
         rows, num_logits = tokens.shape[0], logit_rows.shape[0]
         self._extend_rotary(int(context_lens.max()))
         logits = self.logits(num_logits)

@@ -110,6 +110,8 @@ class EagleDrafter(DraftModel):
 
     def _ingest_waiting(self) -> None:
         """Ingest the waiting states of all steps in one call."""
+        if not self._waiting:
+            return
         steps, states = self._take_waiting()
         if len(states):
             batch = self._batch(*steps, np.zeros_like(steps[2]))
