@@ -118,12 +118,10 @@ class TorchExecutor:
         tokens, counts, kv_lens = self.advance_rows(rows, verified)
         draft_kv_lens = None
         if self.drafter is not None:
-            reads = bool(self.drafter.hidden_layers)
-            if reads and self._keeps_states:
+            if self._keeps_states and self.drafter.hidden_layers:
                 self._pass_states(rows, kv_lens)
             if drafting:
                 self.drafter.truncate(rows.slots, kv_lens)
-            if drafting or reads:
                 draft_kv_lens = self.drafter.kv_lens(plan.slots)
         # Seconds of drafting, and of the rest of the step including bookkeeping.
         durations_s = draft_s, time.perf_counter() - started - draft_s

@@ -129,8 +129,7 @@ class ChainDrafter(Drafter):
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         if self.model is None:
             return None
-        kv_lens = self.model.kv_lens(slots)
-        return self.model.kv_len[slots] if kv_lens is None and not self._model_alone else kv_lens
+        return None if self._model_alone else self.model.kv_len[slots]
 
     def read_states(self, states: StepStates) -> None:
         assert self.model is not None, "lookups do not read states"

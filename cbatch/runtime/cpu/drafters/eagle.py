@@ -82,10 +82,6 @@ class EagleDrafter(DraftModel):
         self._states.admit(admission)
         self._windows.admit(admission)
 
-    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        """Return the target's lengths: a head never catches up."""
-        return self.table.kv_len[slots]
-
     def propose(self, rows: DraftRows) -> Proposal:
         if self._num_waiting > MAX_STATES_WITH_DRAFTS:
             self._ingest_waiting()

@@ -14,7 +14,6 @@ from cbatch.runtime.cpu.drafters.last_states import LastStates
 from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
 from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
-from cbatch.runtime.model.arrays import I64
 
 
 class MedusaDrafter(ModelDrafter):
@@ -36,9 +35,6 @@ class MedusaDrafter(ModelDrafter):
     def admit(self, admission: NewSequence) -> None:
         self.kv_len[admission.slot] = admission.kv_len_tokens
         self._states.admit(admission)
-
-    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        return self.table.kv_len[slots]  # a head cannot catch up
 
     def read_states(self, states: StepStates) -> None:
         nonempty = states.lens > 0
