@@ -305,6 +305,7 @@ def _scheduler_config(
         queue_policy=options.scheduling_policy,
         kv_events=kv_events,
         draft_context_tokens=draft.config.max_position_tokens if draft is not None else None,
+        draft_lags=getattr(draft, "lags", True),
         # Cost of a draft token relative to a target token, estimated from the sizes of the weights.
         catch_up_price=1.0
         if draft is None

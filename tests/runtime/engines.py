@@ -227,6 +227,7 @@ def run_engine(
         max_model_len=target.config.max_position_tokens,
         vocab_size=target.config.vocab_size,
         draft_context_tokens=None if draft is None else draft.config.max_position_tokens,
+        draft_lags=getattr(draft, "lags", True),
         lookahead=parse_lookahead(lookahead),
         **(
             {"max_num_batched_tokens": 256, "decode_reserve_tokens": 4, "prompt_share": 1.0}

@@ -104,11 +104,15 @@ class Checked:
             drafting = np.flatnonzero(proposal.num_drafted > depth).tolist()
             for own, row in zip(logits, drafting, strict=True):
                 tokens = self.table.tokens[rows.slots[row], : int(rows.num_tokens[row])].tolist()
-                expected = self.cold.logits(tokens, proposal.tokens[row, :depth].tolist())
+                drafts = proposal.tokens[row, :depth].tolist()
+                expected = self.expected(int(rows.slots[row]), tokens, drafts)
                 wrong = (own - expected).abs().max() / expected.std()
                 self.wrong = max(self.wrong, float(wrong))
                 self.checked += 1
         return proposal
+
+    def expected(self, slot: int, tokens: list[int], drafts: list[int]) -> Tensor:
+        return self.cold.logits(tokens, drafts)
 
 
 class CheckedEagle(Checked, EagleDrafter):

@@ -46,6 +46,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     kv_events: bool = False  # record the blocks that enter and leave the prefix cache
     decode_reserve_tokens: int = 16  # free KV positions beyond the prompt, required for admission
     draft_context_tokens: int | None = None  # the draft model's context; None: no draft model
+    draft_lags: bool = True  # False for a draft head, which never catches up with the target
     # Drafters of a request that names none, preferred first. None: the draft model; without a draft
     # model, k is always 0.
     drafter: tuple[str, ...] | None = None

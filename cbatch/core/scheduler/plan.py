@@ -137,6 +137,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     catch_up: np.ndarray  # int32 [R], tokens that the drafter ingests, without the last known token
     wants_logits: np.ndarray  # bool [R]: False for a chunk that is not the last of its prompt
     deltas: Deltas
+    keep_states: bool = True  # False: no draft head will soon read the target's hidden states
 
     @property
     def num_rows(self) -> int:

@@ -319,6 +319,7 @@ def _build_plan(
         catch_up=tokens.catch_up,
         wants_logits=wants_logits,
         deltas=state.deltas.take(state.pool.take_to_zero()),
+        keep_states=state.policy.keeps_states,
     )
     state.num_plans += 1
     step = InFlightStep(plan, rows, owners, tokens, bool(state.in_flight), batch.itl_target_s)

@@ -60,7 +60,8 @@ class SchedulerState:
         if config.num_state_pages:
             parts = self.table, self.pool, self.deltas, self.cache_blocks
             self.pages = SlotPages(config, self.policy.max_depth, *parts)
-        self.has_draft_kv = self.policy.max_depth > 0 and config.draft_context_tokens is not None
+        has_draft = self.policy.max_depth > 0 and config.draft_context_tokens is not None
+        self.has_draft_kv = has_draft and config.draft_lags  # whether its length is counted
         # With a reserve of a block or more, a sequence gains a block between two preemptions.
         self.reserve_tokens = max(config.decode_reserve_tokens, config.block_size)
         self.stop_union = _NONE  # stop ids of all running sequences

@@ -30,8 +30,10 @@ from cbatch.core.speculation.policy import (
 
 # Steps from one decision to the next: after a change of mode, while rows draft, while none does.
 SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
+IDLE_PRICE_STEPS = 32  # from one step whose price is learned to the next, while no row drafts
 # Steps of an experiment: the maximum if a step loses at most `_MIN_LOSS`.
 MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
+WARM_UP_STEPS = 32  # before an experiment with drafts: draft heads read the states of these steps
 MIN_LAG_TOKENS = 8  # catching up on fewer tokens costs a drafter almost nothing
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
@@ -55,6 +57,7 @@ class AdaptivePolicy(EstimatingPolicy):
         self._learns_from = 0  # step of the last decision that prompts did not cause
         self._newcomers = 0  # rows that entered since the last decision
         self._experiment = range(0)  # steps of the latest experiment
+        self._states_from = 0  # step from which hidden states are kept if no row drafts
         self._had_prompts = False  # whether prompts waited at the last decision
 
     @property
@@ -73,6 +76,7 @@ class AdaptivePolicy(EstimatingPolicy):
             self._steps >= self._decide_at or self._has_changed(step)
         ):
             self._decide(step)
+        self.keeps_states = self.drafting or self._steps >= self._states_from
         if self._steps in self._experiment:
             return None if self.drafting else self._single_draft(step)
         if not self.drafting or not self.decision.gain:
@@ -124,7 +128,7 @@ class AdaptivePolicy(EstimatingPolicy):
         right after it are left out, because they take longer."""
         if self._steps in self._experiment:
             return 2 * self._steps >= self._experiment.start + self._experiment.stop
-        interval = SOON_STEPS if self.drafting else DECISION_STEPS
+        interval = SOON_STEPS if self.drafting else IDLE_PRICE_STEPS
         since = self._steps - self._learns_from
         return since % interval == SOON_STEPS - 1 or not self.costs.is_known
 
@@ -206,6 +210,7 @@ class AdaptivePolicy(EstimatingPolicy):
             wait = min(wait, 2 * DECISION_STEPS)
         # After a change of mode, the steps between decisions grow; after an experiment they do not.
         since, due = self._steps - self._experiment.stop, self._experiment.stop + wait
+        self._states_from = due - WARM_UP_STEPS
         interval = max(since, SOON_STEPS) if len(self._experiment) == 0 else IDLE_STEPS
         if self._steps >= due:
             self._experiment = range(self._steps, self._steps + length)

@@ -96,6 +96,7 @@ class LookaheadPolicy:
     max_depth = 0  # the most drafts of a row
     priced = False  # whether the policy uses `limits.costs`
     stats: PolicyStats | None = None  # for metrics
+    keeps_states = True  # whether hidden states are kept for draft heads, see `StepPlan`
 
     def __init__(self, config: LookaheadConfig, limits: PolicyLimits) -> None:
         """`config.k` is the number after the policy's name on the command line."""

@@ -73,7 +73,7 @@ static void add_pending_sums(const pass *p, long row) {
 
 static void save_state(const pass *p, long state, long row, const float *x) {
     const long hidden = p->model->hidden;
-    if (state >= 0)
+    if (state >= 0 && p->step->hidden)
         memcpy(p->step->hidden + (row * p->step->num_kept + state) * hidden, x, hidden * 4);
 }
 
@@ -393,7 +393,9 @@ static void project(pass *p, long index, int pairs) {
     else rotate_and_store_all(p, index, kv_only ? 0 : l->mixer.group);
 }
 
-static int saves_all_states(const pass *p) { return p->model->kept >= 0 && !p->model->pairs; }
+static int saves_all_states(const pass *p) {
+    return p->model->kept >= 0 && p->step->hidden && !p->model->pairs;
+}
 
 // Computes what follows the last layer: the kept output, the final norm, and the logits.
 static void finish(pass *p) {

@@ -132,12 +132,10 @@ class CompiledDecoder:
         state_slots: NDArray[np.int32] | None = None,
     ) -> Tensor:
         """Run a pass; see `Model` for the arguments and `progress`. A drafter reads
-        `states`, fp32 [T, hidden]. Kept states are written to `hidden`, fp32 [T, num_kept, hidden],
-        or [N, 1, hidden] for a drafter. Raises IndexError with a message of `PASS_ERRORS`."""
+        `states`, fp32 [T, hidden]. Kept states are written to `hidden`, if given: fp32
+        [T, num_kept, hidden], or [N, 1, hidden] for a drafter. Raises IndexError with a message of
+        `PASS_ERRORS`."""
         rows, num_logits = tokens.shape[0], logit_rows.shape[0]
-        if self.num_kept and hidden is None:
-            num_states = num_logits if states is not None else rows
-            hidden = torch.empty(num_states, self.num_kept, self._config.hidden_size)
         self._extend_rotary(int(context_lens.max()))
         logits = self.logits(num_logits)
         tokens, logit_rows = tokens.contiguous(), logit_rows.contiguous()
@@ -190,7 +188,7 @@ class CompiledDecoder:
         for part in range(end):
             step.part = part
             self._call(step)
-            last, keeps_all = part >= end - 2, self.struct.kept >= 0
+            last, keeps_all = part >= end - 2, self.struct.kept >= 0 and bool(step.hidden)
             if last and not step.num_logit_rows and not keeps_all:
                 return logits.new_empty(0, self._config.vocab_size)
             sums = ranks.sum(partial if not last or keeps_all else partial[: step.num_logit_rows])

@@ -71,6 +71,7 @@ class TorchExecutor:
         self.table = InputBatch(*sizes, grammars, recurrent=num_state_pages > 0)
         states = {"num_slots": max_num_seqs, "max_drafts": max_drafts}
         blocks = num_blocks, block_size, model.dtype, model.device
+        self._keeps_states = False  # whether the drafter reads the states of this step
         self.kv = KVCache(model.config, *blocks, num_pages=num_state_pages, **states)
         self.drafter = drafter
         # For drafters that read hidden states: query lengths and hidden states of the last pass.
@@ -106,6 +107,7 @@ class TorchExecutor:
         self._apply(plan.deltas)
         planned = np.count_nonzero(plan.num_drafts) or np.count_nonzero(plan.catch_up)
         drafting = self.drafter is not None and bool(planned)
+        self._keeps_states = drafting or plan.keep_states
         rows = self._rows(plan, drafting)
         proposal, draft_s = None, 0.0
         if drafting:
@@ -116,12 +118,10 @@ class TorchExecutor:
         tokens, counts, kv_lens = self.advance_rows(rows, verified)
         draft_kv_lens = None
         if self.drafter is not None:
-            reads = bool(self.drafter.hidden_layers)
-            if reads:
+            if self._keeps_states and self.drafter.hidden_layers:
                 self._pass_states(rows, kv_lens)
             if drafting:
                 self.drafter.truncate(rows.slots, kv_lens)
-            if drafting or reads:
                 draft_kv_lens = self.drafter.kv_lens(plan.slots)
         # Seconds of drafting, and of the rest of the step including bookkeeping.
         durations_s = draft_s, time.perf_counter() - started - draft_s
@@ -155,6 +155,8 @@ class TorchExecutor:
                 raise RowError(admission.slot, admission.generation, error) from error
         if len(deltas.append_slots):
             table.append_blocks(deltas)
+            if self.drafter is not None:
+                self.drafter.append_blocks(deltas)
         if deltas.state_pages.size:
             table.add_state_pages(deltas)
 
@@ -224,7 +226,7 @@ class TorchExecutor:
         if prompt_logits is not None:
             num_logits = num_logits + prompt_logits
         batch = self.table.ragged(rows.slots, rows.start, query_lens, num_logits)
-        hidden = self.model.allocate_hidden(len(batch.tokens))
+        hidden = self.model.allocate_hidden(len(batch.tokens)) if self._keeps_states else None
         logits = self.model.forward(batch, self.kv, hidden)
         self._hidden = None if hidden is None else (query_lens, hidden)
         if prompt_logits is not None:

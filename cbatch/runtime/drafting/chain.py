@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL, SamplingParams
-from cbatch.core.scheduler.plan import NewSequence
+from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.runtime.drafting.contract import Drafter, DraftRows, ModelDrafter, Proposal, StepStates
 from cbatch.runtime.drafting.lookup import LookupDrafter
 from cbatch.runtime.input_batch import InputBatch
@@ -78,6 +78,10 @@ class ChainDrafter(Drafter):
         for drafter in self._drafters.values():
             drafter.zero_blocks(block_ids)
 
+    def append_blocks(self, deltas: Deltas) -> None:
+        for drafter in self._drafters.values():
+            drafter.append_blocks(deltas)
+
     def report_progress(self, counter: NDArray[np.int64]) -> None:
         for drafter in self._drafters.values():
             drafter.report_progress(counter)
@@ -125,7 +129,7 @@ class ChainDrafter(Drafter):
     def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
         if self.model is None:
             return None
-        return self.model.kv_lens(slots) if self._model_alone else self.model.kv_len[slots]
+        return None if self._model_alone else self.model.kv_len[slots]
 
     def read_states(self, states: StepStates) -> None:
         assert self.model is not None, "lookups do not read states"

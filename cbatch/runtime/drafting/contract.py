@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.core.scheduler.plan import NewSequence
+from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64
 
@@ -70,6 +70,9 @@ class Drafter:
     def zero_blocks(self, block_ids: NDArray[np.int32]) -> None:
         """Zero the drafter's KV in blocks that held non-finite values."""
 
+    def append_blocks(self, deltas: Deltas) -> None:
+        """Note the blocks that the deltas append; there must be at least one."""
+
     def report_progress(self, counter: NDArray[np.int64]) -> None:
         """Report progress of the drafter's own model, as `TorchExecutor.report_progress` does."""
 
@@ -84,7 +87,8 @@ class Drafter:
         raise NotImplementedError
 
     def read_states(self, states: StepStates) -> None:
-        """Read the hidden states of a step. Called after every step if `hidden_layers` is set."""
+        """Read the hidden states of a step. Called after steps with `StepPlan.keep_states` or
+        drafts, if `hidden_layers` is set."""
 
     def truncate(self, slots: NDArray[np.integer], kv_len_tokens: I64) -> None:
         """After verification: only `kv_len_tokens[i]` positions of each slot remain valid."""

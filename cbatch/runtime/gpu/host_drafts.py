@@ -178,9 +178,6 @@ class _PlaceholderDrafter(ModelDrafter):
     def begin(self) -> None:
         self.drafts[:] = self.catch_up[:] = 0
 
-    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        return self.kv_len[slots] if self.on_device.is_head else None
-
     def propose(self, rows: DraftRows) -> Proposal:
         available = np.maximum(self.context_tokens + 1 - rows.num_tokens, 0)
         depths = np.minimum(np.minimum(rows.num_drafts, self.on_device.max_drafts), available)
@@ -375,8 +372,7 @@ class HostSide:
         each row of the plan, packed by `triton_kernels.slots.advance`. Rows whose slot has another
         sequence by now are ignored."""
         slots, draft_kv = plan.slots, rows[:, fields.DRAFT_KV]
-        # A head's KV length is known after every step, whichever drafter was used.
-        differs = self._on_device is not None and self._on_device.is_head
+        differs = False
         if self.known is not None and self._followed:
             tokens = rows[:, fields.NUM_FIELDS :].astype(np.int64)
             self.known.advance(plan, tokens, rows[:, fields.EMITTED])
@@ -384,5 +380,5 @@ class HostSide:
                 at = (self.known.generation[slots] == plan.generations).nonzero()[0]
                 self._model.kv_len[slots[at]] = draft_kv[at]
                 may_lag = self._chain.kv_lens(slots) is not None
-                differs = differs or (may_lag and (plan.num_drafts | plan.catch_up).any())
+                differs = may_lag and bool((plan.num_drafts | plan.catch_up).any())
         return draft_kv.copy() if differs else None

@@ -8,6 +8,9 @@ the head never needs to catch up with the target, and rejected drafts need no ro
 
 The state of each block's last position is kept, because a sequence that continues from a shared
 block needs it for its next token.
+
+While no row drafts for long, the target's states are not read. After such a gap, a sequence begins
+for the head at the first block with a state read again (see windows.py).
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cbatch.core.scheduler.plan import NewSequence
+from cbatch.core.scheduler.plan import Deltas, NewSequence
 from cbatch.runtime.batch import RaggedBatch
 from cbatch.runtime.cpu.decoder import Model
 from cbatch.runtime.cpu.drafters.draft_model import DraftModel
 from cbatch.runtime.cpu.drafters.eagle_head import EagleHead
 from cbatch.runtime.cpu.drafters.last_states import LastStates
+from cbatch.runtime.cpu.drafters.windows import Windows
 from cbatch.runtime.drafting.contract import DraftRows, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
 from cbatch.runtime.model.arrays import I64, iota
@@ -35,8 +39,8 @@ MAX_WAITING_STATES, MAX_STATES_WITH_DRAFTS = 512, 64
 
 
 class EagleDrafter(DraftModel):
-    """Drafts with an EAGLE head. `kv_len` equals the target's after every step; waiting states are
-    ingested before the KV cache is read."""
+    """Drafts with an EAGLE head. `kv_len` counts positions up to the last state read, of
+    which some may wait: they are ingested before the KV cache is read."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__(cast(Model, head))
@@ -47,6 +51,7 @@ class EagleDrafter(DraftModel):
         super().bind(table, num_blocks)
         size = self.head.config.hidden_size
         self._states = LastStates(table, num_blocks, size)
+        self._windows = Windows(table, num_blocks)
         self._output_states = torch.empty(0, size)  # of the head, by row of the latest batch
         self._waiting: list[StepStates] = []
         self._num_waiting = 0
@@ -67,25 +72,32 @@ class EagleDrafter(DraftModel):
         super().zero_blocks(block_ids)
         self._states.zero_blocks(block_ids)
 
+    def append_blocks(self, deltas: Deltas) -> None:
+        self._windows.append_blocks(deltas.append_indices, deltas.append_blocks)
+
     def admit(self, admission: NewSequence) -> None:
-        """Take over the prefix hit: shared blocks have the head's valid K and V, too."""
+        """Take over the prefix hit: shared blocks have the head's K and V, too."""
         self._ingest_waiting()
         self.kv_len[admission.slot] = admission.kv_len_tokens
         self._states.admit(admission)
-
-    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        return self.kv_len[slots]
+        self._windows.admit(admission)
 
     def propose(self, rows: DraftRows) -> Proposal:
         if self._num_waiting > MAX_STATES_WITH_DRAFTS:
             self._ingest_waiting()
-        # The first token of a sequence has no state before it.
-        rows = rows._replace(num_drafts=rows.num_drafts * (rows.num_tokens > 1))
-        return super().propose(rows)
+        # The first token of a window has no state before it, nor has one after a gap.
+        drafts = rows.num_tokens > self._windows.first_of_slot[rows.slots] + 1
+        zeros = np.zeros_like(rows.catch_up)
+        return super().propose(rows._replace(num_drafts=rows.num_drafts * drafts, catch_up=zeros))
 
     def read_states(self, states: StepStates) -> None:
         if not len(states.slots):
             return
+        after_gap = states.starts > self.kv_len[states.slots]
+        if np.count_nonzero(after_gap):
+            self._ingest_waiting()
+            blocks = self._windows.begin(states.slots[after_gap], states.starts[after_gap])
+            self.kv.zero_blocks(blocks)  # they may have K and V of a sequence before
         self._waiting.append(states)
         self._num_waiting += len(states.hidden)
         self.kv_len[states.slots] = states.starts + states.lens
@@ -94,6 +106,8 @@ class EagleDrafter(DraftModel):
 
     def _ingest_waiting(self) -> None:
         """Ingest the waiting states of all steps in one call."""
+        if not self._waiting:
+            return
         steps, states = self._take_waiting()
         if len(states):
             batch = self._batch(*steps, np.zeros_like(steps[2]))
@@ -127,7 +141,7 @@ class EagleDrafter(DraftModel):
         states.numpy()[firsts] = before
         is_last = np.roll(is_first, -1)
         last[of[is_last]] = now[lasts[is_last]]
-        self._states.keep_of_blocks(slots, starts, lens, fused)
+        self._windows.mark(self._states.keep_of_blocks(slots, starts, lens, fused))
         return (slots, starts, lens), states
 
     def _first_logits(self, slots: NDArray[np.integer], starts: I64, query_lens: I64) -> Tensor:
@@ -141,14 +155,21 @@ class EagleDrafter(DraftModel):
             np.concatenate((waiting[2], query_lens)),
             num_logits,
         )
+        self._drafting = slots
         return self._choices(batch, torch.cat([states, last]))
 
     def _next_logits(self, batch: RaggedBatch) -> Tensor:
-        return self._choices(batch, self._output_states)
+        return self._choices(self._windows.seen(batch, self._drafting), self._output_states)
+
+    def _batch(
+        self, slots: NDArray[np.integer], starts: I64, query_lens: I64, num_logits: I64
+    ) -> RaggedBatch:
+        return self._windows.seen(super()._batch(slots, starts, query_lens, num_logits), slots)
 
     def _choices(self, batch: RaggedBatch, states: Tensor) -> Tensor:
         logits, self._output_states = self.head.choices(batch, self.kv, states)
         return logits
 
     def _keep_rows(self, at: I64) -> None:
+        self._drafting = self._drafting[at]
         self._output_states = self._output_states[torch.from_numpy(at)]

@@ -33,12 +33,15 @@ class LastStates:
 
     def keep_of_blocks(
         self, slots: NDArray[np.integer], starts: I64, lens: I64, states: Tensor
-    ) -> None:
+    ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
         """Keep the states at the ends of blocks. `states` [sum of lens, size] has the
-        states at positions [starts[i], starts[i] + lens[i]) of slots[i]."""
+        states at positions [starts[i], starts[i] + lens[i]) of slots[i]. Return the blocks with
+        their slots."""
         size = self._table.block_size
         positions = (starts - lens.cumsum() + lens).repeat(lens) + iota(len(states))
         at = ((positions + 1) % size == 0).nonzero()[0]
+        ending = slots.repeat(lens)[at]
+        blocks = self._table.blocks[ending, positions[at] // size]
         if len(at):
-            blocks = self._table.blocks[slots.repeat(lens)[at], positions[at] // size]
             self.of_block[torch.from_numpy(blocks).long()] = states[torch.from_numpy(at)]
+        return ending, blocks

@@ -14,12 +14,11 @@ from cbatch.runtime.cpu.drafters.last_states import LastStates
 from cbatch.runtime.cpu.drafters.medusa_head import MedusaHead
 from cbatch.runtime.drafting.contract import DraftRows, ModelDrafter, Proposal, StepStates
 from cbatch.runtime.input_batch import InputBatch
-from cbatch.runtime.model.arrays import I64
 
 
 class MedusaDrafter(ModelDrafter):
     """Drafts with Medusa heads. `kv_len` counts a slot's positions up to its last state; it equals
-    the target's after every step."""
+    the target's after every step whose states it reads."""
 
     def __init__(self, head: MedusaHead) -> None:
         self.head, self.hidden_layers = head, head.head.hidden_layers
@@ -36,9 +35,6 @@ class MedusaDrafter(ModelDrafter):
     def admit(self, admission: NewSequence) -> None:
         self.kv_len[admission.slot] = admission.kv_len_tokens
         self._states.admit(admission)
-
-    def kv_lens(self, slots: NDArray[np.integer]) -> I64 | None:
-        return self.kv_len[slots]
 
     def read_states(self, states: StepStates) -> None:
         nonempty = states.lens > 0

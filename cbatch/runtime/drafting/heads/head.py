@@ -20,6 +20,7 @@ class Head:
     int64 [drafts] has the target's ids of the tokens that the head can draft; None: all.
     `matrix_bytes` is the size of its matrices."""
 
+    lags = False  # see `SchedulerConfig.draft_lags`
     vocabulary: Tensor | None
     matrix_bytes: int
 
