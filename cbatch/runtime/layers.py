@@ -389,5 +389,6 @@ def _full_bias(weight: Tensor, bias: Tensor | None, shift: Tensor | None) -> Ten
     """Return the bias, plus the bias `shift` of the norm before the product times the weight."""
     if shift is None:
         return bias
-    moved = weight.float() @ shift.float()
+    # In fp64, because bits of torch's sums in fp32 depend on where in memory the weight is.
+    moved = (weight.double() @ shift.double()).float()
     return moved if bias is None else moved + bias.float()
