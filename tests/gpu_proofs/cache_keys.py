@@ -69,7 +69,7 @@ def start(folder: Path, name: str, command: tuple[str, ...]) -> dict[str, Any]:
         name = source.fn.__name__
         launched[name] += 1
         missing[name] += not (folder / key_of(source, target, options)).exists()
-        return Unlaunched(name)
+        return Unlaunched(name, [])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.compiler, "compile", look)  # the function that launches call
