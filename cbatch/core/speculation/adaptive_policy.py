@@ -33,7 +33,8 @@ SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
 IDLE_PRICE_STEPS = 32  # from one step whose price is learned to the next, while no row drafts
 # Steps of an experiment: the maximum if a step loses at most `_MIN_LOSS`.
 MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
-WARM_UP_STEPS = 32  # before an experiment with drafts: draft heads read the states of these steps
+# Steps whose states draft heads read before an experiment with drafts. With 4, fewer are accepted.
+WARM_UP_STEPS = 8
 MIN_LAG_TOKENS = 8  # catching up on fewer tokens costs a drafter almost nothing
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
 # Share of time that experiments may lose: while rows draft, while no row drafts.
