@@ -30,7 +30,7 @@ from cbatch.core.speculation.policy import (
 
 # Steps from one decision to the next: after a change of mode, while rows draft, while none does.
 SOON_STEPS, DECISION_STEPS, IDLE_STEPS = 4, 16, 256
-IDLE_PRICE_STEPS = 32  # from one step whose price is learned to the next, while no row drafts
+IDLE_PRICE_STEPS = 48  # from one step whose price is learned to the next, while no row drafts
 # Steps of an experiment: the maximum if a step loses at most `_MIN_LOSS`.
 MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
 # Steps whose states draft heads read before an experiment with drafts. With 4, fewer are accepted.
