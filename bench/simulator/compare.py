@@ -233,10 +233,6 @@ def main() -> None:
     failures.end()
 
 
-if __name__ == "__main__":
-    main()
-
-
 class SimulatedEngine(NamedTuple):
     """The calibrated engine, simulated. `acceptances` has, for each prompt, which drafts are
     accepted."""
@@ -274,3 +270,7 @@ def make_requests(texts: Prompts, rate_per_s: float, count: int, seed: int) -> l
         msgspec.structs.replace(request, prompt_tokens=len(text))
         for request, text in zip(requests, itertools.cycle(texts), strict=False)
     ]
+
+
+if __name__ == "__main__":
+    main()
