@@ -85,7 +85,7 @@ def chunk_by(profile: CostProfile, share: float = 0.95) -> int:
     """Return the chunk that joins one row, once the largest chunk was measured."""
     sizes = ChunkSizes(StepCosts(profile), 1024, share)
     sizes.observe(StepSample(prefilling(1, 1024), 0.0, 0.0), None)
-    return sizes.chunk(decoding(1), 0, None)
+    return sizes.chunk(decoding(1), 0, 0, None)
 
 
 def test_the_chosen_chunk_is_the_least_that_keeps_prompts_fast() -> None:

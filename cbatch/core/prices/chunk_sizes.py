@@ -3,9 +3,10 @@
 A chunk is the smallest that keeps a share of the best prompt throughput, so that decoding rows wait
 no longer than necessary for their next tokens. Where the prices do not tell whether a smaller chunk
 is slower, it is taken. Best chunks of about the same length are averaged, so that equal runs have
-equal chunks. The step takes at most `MAX_STRETCH` times as long as without the chunk, unless
-prompts would lose a further 1 - share significantly. Targets for the gap between tokens limit
-chunks further.
+equal chunks. Prompts with a slot count as decoding rows. Otherwise small chunks would leave few
+rows that decode, and these would ask for small chunks. The step takes at most `MAX_STRETCH` times
+as long as without the chunk, unless prompts would lose a further 1 - share significantly. Targets
+for the gap between tokens limit chunks further.
 """
 
 from __future__ import annotations
@@ -95,23 +96,25 @@ class ChunkSizes:
             seconds += self._costs.with_chunks(work, np.array([chunk]), 0) - seconds[0]
         return int(counts[seconds <= self._margin(target_s) * target_s].max(initial=0))
 
-    def chunk(self, work: StepWork, history: int, target_s: float | None) -> int:
+    def chunk(self, work: StepWork, history: int, num_prompts: int, target_s: float | None) -> int:
         """Return the prompt tokens to be added to `work`, a step of decoding rows, after `history`
-        tokens of the prompt; at least `_MIN_TOKENS`."""
-        chosen = self._chosen(work)
+        tokens of the prompt; at least `_MIN_TOKENS`. `num_prompts`: rows that will decode next."""
+        chosen = self._chosen(work, work.rows + num_prompts)
         if target_s is None or not self._costs.is_known:
             return chosen
         limit_s = self._margin(target_s) * target_s - self._costs.draft_s(work)
         return min(chosen, max(self._within(limit_s, work, history), _MIN_TOKENS))
 
-    def _chosen(self, work: StepWork) -> int:
+    def _chosen(self, work: StepWork, rows: int) -> int:
+        """Return the chunk for `rows` decoding rows with contexts like those of `work`."""
         if self._share >= 1:
             return self.last
         max_chunk = min(max(_GROWTH * self._max_measured, _FIRST_TOKENS), self._max_tokens)
         if not self._costs.is_known:
             return max_chunk
-        if work.rows != self._best_for or self.num_chunks % _BEST_EVERY == 0:
-            self._best_for, best = work.rows, self._best(work.plain)
+        if rows != self._best_for or self.num_chunks % _BEST_EVERY == 0:
+            context_tokens = work.decode_context_tokens * rows // work.rows
+            self._best_for, best = rows, self._best(StepWork.decoding(rows, context_tokens))
             is_near = self._mean / _NEAR <= best <= self._mean * _NEAR
             self._mean += (best - self._mean) / (_MEMORY if is_near else 1)
             self.last = round(self._mean)

@@ -110,7 +110,7 @@ def _choose_drafts(state: SchedulerState, batch: DecodeBatch, num_known: np.ndar
     if num_drafts is not drafts.num_drafts:
         drafts = RowTokens.of(num_drafts, batch.plain.catch_up, 0)
     if not state.has_draft_kv and drafts.total_drafts <= budget:
-        return drafts  # lookups never catch up
+        return drafts  # lookups and heads never catch up
     lag = step.draft_kv_lag
     total = int(np.add.reduce(lag))
     if drafts.all_draft and drafts.total_drafts + total <= budget:
@@ -241,7 +241,8 @@ def _prompt_budget(
         work.draft_depth = int(np.maximum.reduce(tokens.num_drafts))
         work.target_tokens = work.logit_tokens = num_rows + tokens.total_drafts
     history = state.table.kv_len(prompts[0].slot) if prompts else 0
-    return min(budget, state.chunk_sizes.chunk(work, history, batch.itl_target_s))
+    target_s = batch.itl_target_s
+    return min(budget, state.chunk_sizes.chunk(work, history, state.num_prompts, target_s))
 
 
 def _serve(state: SchedulerState, prompt: _Prompt, budget_tokens: int, chunks: list[Chunk]) -> int:
@@ -377,7 +378,7 @@ class DraftableRows:
         budget = (state.config.max_num_batched_tokens - self.num_rows) >> has_prompts
         if target_s is not None:
             sizes, work = state.chunk_sizes, StepWork.decoding(self.num_rows, self.context_tokens)
-            chunk = sizes.chunk(work, 0, target_s) if has_prompts else 0
+            chunk = sizes.chunk(work, 0, state.num_prompts, target_s) if has_prompts else 0
             budget = min(budget, sizes.drafts_within(target_s, work, state.policy.max_depth, chunk))
         return budget
 
@@ -387,8 +388,7 @@ class DraftableRows:
 
     @property
     def num_prompts(self) -> int:
-        state = self._state
-        return len(state.prefilling) + min(len(state.waiting), state.table.num_free)
+        return self._state.num_prompts
 
     @property
     def remaining_tokens(self) -> np.ndarray:

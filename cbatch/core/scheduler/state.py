@@ -185,6 +185,11 @@ class SchedulerState:
             self.cached_batch = self.batch_of(self.decoding)
         return self.cached_batch
 
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that are computed, or have a free slot."""
+        return len(self.prefilling) + min(len(self.waiting), self.table.num_free)
+
     def batch_of(self, slots: list[int]) -> DecodeBatch:
         owners, floor_s = self.owners_of(slots), self.config.min_itl_target_s
         own_s = {owner.request.itl_target_s for owner in owners}
