@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"measuring steps for {args.seconds:g} s")
     config = engine.scheduler.config
     if values.engine.drafter is None and config.draft_context_tokens is None:
-        config = msgspec.structs.replace(config, drafter=None)  # lookups cannot be calibrated
+        # Lookups cannot be calibrated, nor what was measured with them.
+        config = msgspec.structs.replace(config, drafter=None, cost_profile=None)
     profile = calibrate(executor, config, info, seconds=args.seconds)
     args.out.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     console.print(f"fitted to {_accuracy_text(profile.fitted)}", soft_wrap=True)

@@ -93,7 +93,10 @@ def run(args: argparse.Namespace) -> int:
         engine, info = load_engine(model, draft, values.engine)
         if values.show_drafts and not info.drafter:
             problem = "has nothing to show, since nothing drafts"
-            raise FieldError("show_drafts", problem, "leave out --lookahead off")
+            remedy = "give --draft MODEL or --drafter ngram"
+            if not values.engine.may_draft:
+                remedy = "leave out --lookahead off"
+            raise FieldError("show_drafts", problem, remedy)
     notes.print("\n".join(info.lines()), style="dim")
     if template.text == GEMMA_TURNS:
         notes.print("no chat template: a base model, made to continue texts", style="dim")

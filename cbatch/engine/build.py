@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,12 @@ def load_core(
             draft = None
         elif draft is None:
             draft = model
-        config = scheduler_config(models, options, loaded.backend.default_block_size, kv_events)
+        paths, kv_dtype = (model, draft), options.kv_cache_dtype
+        probe = loaded.batch_invariance
+        invariance = cache(lambda: cached_invariance(paths, models, kv_dtype, probe))
+        block_size = loaded.backend.default_block_size
+        sizes = block_size, kv_events
+        config = _config_with_default(models, options, *sizes, lambda: invariance()[0])
         grammars = None
         if options.tokenizer != "none":
             source = options.tokenizer or model
@@ -115,10 +121,8 @@ def load_core(
                 lambda: tokenizer or tokenizer_of(source), config.vocab_size, config.eos_ids
             )
         executor = loaded.executor(config, grammars, SamplingParams(**defaults))
-        paths, kv_dtype = (model, draft), options.kv_cache_dtype
         config = with_prices(config, executor, paths, models, kv_dtype, records=log is not None)
-        invariance = cached_invariance(paths, models, kv_dtype, loaded.batch_invariance)
-        info = describe_engine(model, draft, models, config, defaults, invariance)
+        info = describe_engine(model, draft, models, config, defaults, invariance())
         for line in info.lines():
             _logger.info(line)
         depth = loaded.backend.default_overlap if options.overlap is None else options.overlap
@@ -237,32 +241,36 @@ def _trial_texts(
 # ---- the scheduler's configuration ------------------------------------------------------------
 
 
-def _with_default_drafter(models: LoadedModels, options: EngineOptions) -> EngineOptions:
-    """Return options that name `DEFAULT_LOOKUP` on a CPU, unless there is a drafter or lookahead is
-    off. On GPUs what it gains has not been measured."""
-    named = models.draft is not None or options.drafter is not None
-    if named or not options.may_draft or models.target.device.type != "cpu":
-        return options
-    return msgspec.structs.replace(options, drafter=(DEFAULT_LOOKUP,))
+def _config_with_default(
+    models: LoadedModels,
+    options: EngineOptions,
+    default_block_size: int,
+    kv_events: bool,
+    is_invariant: Callable[[], bool],
+) -> SchedulerConfig:
+    """Return the configuration of an engine, with the default drafter if its drafts fit."""
+    if _drafts_by_default(models, options) and is_invariant():
+        drafting = msgspec.structs.replace(options, drafter=(DEFAULT_LOOKUP,))
+        try:
+            return scheduler_config(models, drafting, default_block_size, kv_events)
+        except FieldError as error:
+            _logger.info("nothing drafts: %s", error)
+    return scheduler_config(models, options, default_block_size, kv_events)
+
+
+def _drafts_by_default(models: LoadedModels, options: EngineOptions) -> bool:
+    """Return whether lookups draft although no option names them. They do not on a GPU, where their
+    gain has not been measured, nor for recurrent layers, whose states would need more memory."""
+    target, named = models.target, models.draft is not None or options.drafter is not None
+    on_cpu = target.device.type == "cpu"
+    return on_cpu and options.may_draft and not (named or target.config.recurrent)
 
 
 def scheduler_config(
     models: LoadedModels, options: EngineOptions, default_block_size: int, kv_events: bool
 ) -> SchedulerConfig:
-    """Return the configuration for an engine's options, with the default drafter if its drafts
-    fit. Raises `FieldError` for limits that the models or the memory do not allow."""
-    drafting = _with_default_drafter(models, options)
-    try:
-        return _scheduler_config(models, drafting, default_block_size, kv_events)
-    except FieldError:
-        if drafting is options:
-            raise
-    return _scheduler_config(models, options, default_block_size, kv_events)
-
-
-def _scheduler_config(
-    models: LoadedModels, options: EngineOptions, default_block_size: int, kv_events: bool
-) -> SchedulerConfig:
+    """Return the configuration for an engine's options. Raises `FieldError` for limits that the
+    models or the memory do not allow."""
     target, draft = models.target, models.draft
     context = target.config.max_position_tokens
     max_tokens = options.max_model_len or context

@@ -257,7 +257,7 @@ def test_a_head_that_guesses_is_left_out_unless_it_is_named(
     tensors["mtp.fc.weight"] = torch.randn(tensors["mtp.fc.weight"].shape).bfloat16()
     folder = write(tmp_path / "model", tensors)
     llm = make(folder)
-    assert llm.info.draft is None and llm.info.drafter == ("suffix",)
+    assert llm.info.draft is None and llm.info.drafter == ()
     assert "always guessing the same token" in caplog.text and "it is left out" in caplog.text
     with pytest.raises(FieldError, match="draft: .*always guessing the same token"):
         make(folder, drafter=("mtp",))
