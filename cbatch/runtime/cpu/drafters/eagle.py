@@ -1,16 +1,16 @@
 """The EAGLE drafter (Li et al. 2024, arXiv 2401.15077; 2025, arXiv 2503.01840), without draft
 trees.
 
-The head ingests every position that the target computes. Its K and V depend only on the token and
+The head ingests every position whose state it reads. Its K and V depend only on the token and
 the target's previous state, so this costs two products and no attention. While no row drafts, the
 states of many steps are ingested at once. Ingesting overwrites the K and V that drafting wrote. So
-the head never needs to catch up with the target, and rejected drafts need no rollback.
+rejected drafts need no rollback.
 
 The state of each block's last position is kept, because a sequence that continues from a shared
 block needs it for its next token.
 
-While no row drafts for long, the target's states are not read. After such a gap, a sequence begins
-for the head at the first block with a state read again (see windows.py).
+While no row drafts for long, the target's states are not read. The head does not catch up on them.
+After such a gap a sequence begins for it at the first block with a state read again (windows.py).
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class EagleDrafter(DraftModel):
 
     def reset(self) -> None:
         super().reset()
+        self._windows.clear()
         self._waiting, self._num_waiting = [], 0
 
     def release(self, slot: int) -> None:
@@ -91,13 +92,17 @@ class EagleDrafter(DraftModel):
         return super().propose(rows._replace(num_drafts=rows.num_drafts * drafts, catch_up=zeros))
 
     def read_states(self, states: StepStates) -> None:
+        """Read the states of a step. A slot begins a window after steps that were not read, and
+        after logits of its drafts that were not finite."""
         if not len(states.slots):
             return
         after_gap = states.starts > self.kv_len[states.slots]
         if np.count_nonzero(after_gap):
             self._ingest_waiting()
-            blocks = self._windows.begin(states.slots[after_gap], states.starts[after_gap])
+            slots = states.slots[after_gap]
+            blocks = self._windows.begin(slots, states.starts[after_gap])
             self.kv.zero_blocks(blocks)  # they may have K and V of a sequence before
+            self._states.of_slot.numpy()[slots] = 0  # nor has it a state before the gap
         self._waiting.append(states)
         self._num_waiting += len(states.hidden)
         self.kv_len[states.slots] = states.starts + states.lens
@@ -159,12 +164,12 @@ class EagleDrafter(DraftModel):
         return self._choices(batch, torch.cat([states, last]))
 
     def _next_logits(self, batch: RaggedBatch) -> Tensor:
-        return self._choices(self._windows.seen(batch, self._drafting), self._output_states)
+        return self._choices(self._windows.as_seen(batch, self._drafting), self._output_states)
 
     def _batch(
         self, slots: NDArray[np.integer], starts: I64, query_lens: I64, num_logits: I64
     ) -> RaggedBatch:
-        return self._windows.seen(super()._batch(slots, starts, query_lens, num_logits), slots)
+        return self._windows.as_seen(super()._batch(slots, starts, query_lens, num_logits), slots)
 
     def _choices(self, batch: RaggedBatch, states: Tensor) -> Tensor:
         logits, self._output_states = self.head.choices(batch, self.kv, states)

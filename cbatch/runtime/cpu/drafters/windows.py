@@ -28,18 +28,22 @@ class Windows:
         self.first_of_slot = np.zeros(table.max_num_seqs, dtype=np.int64)
         self._first_of_block = np.zeros(num_blocks, dtype=np.int64)
 
+    def clear(self) -> None:
+        self.first_of_slot[:] = self._first_of_block[:] = 0
+
     def append_blocks(self, indices: NDArray[np.integer], blocks: NDArray[np.int32]) -> None:
         """Note that these blocks, by absolute index, are new: the head has not seen them."""
         self._first_of_block[blocks] = (indices.astype(np.int64) + 1) * self._table.block_size
 
     def admit(self, admission: NewSequence) -> None:
         """Begin where the sequence of the last shared block began, if the head saw the rest."""
-        shared, first = admission.kv_len_tokens // self._table.block_size, 0
+        size = self._table.block_size
+        shared, first = admission.kv_len_tokens // size, 0
         if shared:
             firsts = self._first_of_block[admission.blocks[:shared]]
-            first = min(int(firsts[-1]), shared * self._table.block_size)
-            if firsts.max() > first:  # no single window has all that the head saw
-                first = shared * self._table.block_size
+            first = min(int(firsts[-1]), shared * size)
+            if np.count_nonzero(firsts[first // size :] != first):  # of several windows, or unseen
+                first = shared * size
         self.first_of_slot[admission.slot] = first
         indices = np.arange(shared, len(admission.blocks))
         self.append_blocks(indices, admission.blocks[shared:])
@@ -55,8 +59,9 @@ class Windows:
         slots, blocks = ended
         self._first_of_block[blocks] = self.first_of_slot[slots]
 
-    def seen(self, batch: RaggedBatch, slots: NDArray[np.integer]) -> RaggedBatch:
-        """Return the batch as the head sees it: positions count from the first of the window."""
+    def as_seen(self, batch: RaggedBatch, slots: NDArray[np.integer]) -> RaggedBatch:
+        """Return the batch as the head sees it: contexts and blocks count from the first of the
+        window. A pass does not read `positions`, which stay."""
         firsts = self.first_of_slot[slots]
         if not np.count_nonzero(firsts):
             return batch
