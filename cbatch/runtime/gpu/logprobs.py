@@ -123,7 +123,6 @@ class LogprobsReader:
                     together.setdefault(asks.outputs[slot].num_top, {})[slot] = 1 + drafts
         for num_top, counts in together.items():
             outputs += self._queue_together(counts, num_top, device)
-        outputs.sort(key=lambda copy: plan.slots.tolist().index(copy.slot))
         return *prompts, *outputs
 
     def describe(self, copies: tuple[_Copy, ...], result: np.ndarray) -> tuple[TokenLogprobs, ...]:
