@@ -69,6 +69,7 @@ class RecordedWorld(NamedTuple):
             if MODEL in changes["drafter"] and self.model is not None:
                 changes["draft_context_tokens"] = self.model.context_tokens
                 changes["catch_up_price"] = self.model.catch_up_price
+                changes["draft_lags"] = not self.model.is_head
         none = {"drafter": None, "draft_context_tokens": None, "cost_profile": None}
         slots, budget = settings.max_num_seqs, settings.max_num_batched_tokens
         sizes = {"max_num_seqs": slots, "max_num_batched_tokens": max(budget, slots)}
