@@ -100,6 +100,17 @@ def test_where_steps_cost_the_same_the_whole_budget_is_taken() -> None:
     assert chunk_by(CostProfile(BASE_S)) >= 0.9 * 1024 / 2 ** (1 / 4)
 
 
+def test_prompts_with_a_slot_count_as_rows() -> None:
+    """Else few rows decode while chunks are small, and many while they are large."""
+    sizes = ChunkSizes(StepCosts(CostProfile(BASE_S, TOKEN_S)), 1024, 0.8)
+    sizes.observe(StepSample(prefilling(1, 1024), 0.0, 0.0), None)
+    few, many, alone = (
+        sizes.chunk(decoding(rows), 0, prompts, None)
+        for rows, prompts in ((2, 30), (30, 2), (2, 0))
+    )
+    assert few == many > 2 * alone
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_streams_do_not_wait_for_a_prompt(depth: int) -> None:
     world = world_of(depth=depth)
