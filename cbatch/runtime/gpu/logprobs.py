@@ -123,6 +123,8 @@ class LogprobsReader:
                     together.setdefault(asks.outputs[slot].num_top, {})[slot] = 1 + drafts
         for num_top, counts in together.items():
             outputs += self._queue_together(counts, num_top, device)
+        places = {slot: place for place, slot in enumerate(plan.slots.tolist())}
+        outputs.sort(key=lambda copy: places[copy.slot])
         return *prompts, *outputs
 
     def describe(self, copies: tuple[_Copy, ...], result: np.ndarray) -> tuple[TokenLogprobs, ...]:
