@@ -94,9 +94,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 300
     accepted: float = 0.6
     budget: int = 512
+    runs: int = 1  # with seeds of their own, of which the mean counts
 
 
-def served_per_s(lookahead: str, depth: int, machine: Machine, load: Load) -> float:
+def served_per_s(lookahead: str, depth: int, machine: Machine, load: Load, seed: int) -> float:
     """Return answer tokens a second, after a third of the requests."""
     config = make_config(
         lookahead=lookahead,
@@ -107,7 +108,7 @@ def served_per_s(lookahead: str, depth: int, machine: Machine, load: Load) -> fl
         draft_context_tokens=2 * (load.prompt + load.answer),
         max_num_batched_tokens=load.budget,
     )
-    clock, scheduler, rng = VirtualClock(), Scheduler(config), np.random.default_rng(0)
+    clock, scheduler, rng = VirtualClock(), Scheduler(config), np.random.default_rng(seed)
     executor = VirtualExecutor(clock, machine, load.accepted)
     loop = StepLoop(scheduler, executor, clock=clock, depth=depth)
     added = ended = tokens = 0
@@ -134,7 +135,7 @@ PROMPTS = Load(prompt=600, answer=60, requests=150)
 @pytest.mark.parametrize(
     ("depth", "machine", "load"),
     [
-        pytest.param(0, Machine(), Load(requests=700), id="device"),
+        pytest.param(0, Machine(), Load(requests=700, runs=3), id="device"),
         pytest.param(1, Machine(), Load(), id="device, overlap"),
         pytest.param(0, SLOW_HOST, Load(), id="host"),
         pytest.param(1, SLOW_HOST, Load(), id="host, overlap"),
@@ -149,8 +150,10 @@ PROMPTS = Load(prompt=600, answer=60, requests=150)
     ],
 )
 def test_the_fastest_way_is_found(depth: int, machine: Machine, load: Load) -> None:
+    """The ratio of two runs varies by 1 % with the lengths of the requests."""
     off, fixed, adaptive = (
-        served_per_s(each, depth, machine, load) for each in ("off", f"fixed:{DEPTH}", "adaptive")
+        sum(served_per_s(each, depth, machine, load, seed) for seed in range(load.runs))
+        for each in ("off", f"fixed:{DEPTH}", "adaptive")
     )
     assert adaptive >= 0.98 * max(off, fixed), (off, fixed, adaptive)
 
