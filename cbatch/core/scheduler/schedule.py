@@ -92,11 +92,9 @@ def _without_finishing(
     continues = num_known[batch.rows] < state.table.max_total[batch.rows]
     for sequence in state.pending_preemption:
         continues &= batch.slots != sequence.slot
-    return (
-        batch
-        if False not in continues.tolist()
-        else state.batch_of(batch.index[continues].tolist())
-    )
+    if False not in continues.tolist():
+        return batch
+    return state.batch_of(batch.index[continues].tolist())
 
 
 def _choose_drafts(state: SchedulerState, batch: DecodeBatch, num_known: np.ndarray) -> RowTokens:
