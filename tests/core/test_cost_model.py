@@ -124,6 +124,27 @@ def test_one_fast_or_slow_step_moves_a_price_little(factor: float) -> None:
     assert model.prices(16, 5000, np.arange(65)).step_s == pytest.approx(before_s, rel=0.05)
 
 
+def test_a_measurement_draws_the_price_of_its_step_nearer() -> None:
+    """Prices of which the steps say nothing are at their bounds. If each of these moves the others
+    by itself, a step that is faster than expected raises its own price, in one of fourteen."""
+    away = steps = 0
+    for seed in range(20):
+        rng, model = np.random.default_rng(seed), StepCosts()
+        for number in range(40):
+            depth, chunk = 2 * int(number > 3), int(rng.integers(20, 90) * rng.integers(0, 2))
+            chunk = (512, 64, 332)[number] if number < 3 else chunk
+            work = decoding(16, 1200, depth=depth, prefill_tokens=chunk)
+            work.target_tokens += chunk
+            seconds = 3e-3 + 4e-5 * max(work.target_tokens - 64, 0)
+            step = StepSample(work, 5e-5 * depth, seconds * float(np.exp(rng.normal(0.0, 0.1))))
+            before = model.gradient(work)[0] if model.is_known else None
+            model.observe(step)
+            if before is not None:
+                errors = np.abs(np.log(np.array([before, model.gradient(work)[0]]) / step.rest_s))
+                steps, away = steps + 1, away + (errors[1] > errors[0] + 0.01)
+    assert steps > 700 and away < 0.01 * steps
+
+
 def test_a_stall_of_the_first_step_is_forgotten() -> None:
     model = StepCosts()
     for step in range(8):

@@ -19,6 +19,7 @@ _FIRST_NOISE = 0.5  # further noise of the first measurement; falls with their n
 _CLIP, _MAX_ERROR = 2.0, 0.7  # error that counts in full: in standard deviations; relative
 _COMMON_DRIFT, _OWN_DRIFT = 6e-3, 1e-3  # relative changes from one measurement to the next
 _MIN_S = 1e-12
+_SOLVABLE = 1e-9  # added to variances, relative, so that equations have a solution
 
 
 class RobustFit:
@@ -66,16 +67,22 @@ class RobustFit:
             diagonal += (_OWN_DRIFT * self._first_spread) ** 2
 
     def _within_bounds(self, prices: np.ndarray) -> np.ndarray:
-        """Return the most likely prices within the bounds. A price that leaves them is set to its
-        bound, and the others change as they do with it."""
+        """Return the most likely prices within the bounds. Prices that leave them are set to their
+        bounds, and the others change as they do with all of these together."""
         within: np.ndarray = np.minimum(np.maximum(prices, self._lowest), self._highest)
-        outside = (within != prices).nonzero()[0].tolist()
-        if not outside:
-            return within
-        for i in outside:
-            variance = max(self._covariance[i, i], _MIN_S**2)
-            prices = prices + self._covariance[:, i] * ((within[i] - prices[i]) / variance)
-        return np.minimum(np.maximum(prices, self._lowest), self._highest)  # type: ignore[no-any-return]
+        at_bound = within != prices
+        while np.logical_or.reduce(at_bound):
+            among = self._covariance[np.ix_(at_bound, at_bound)]
+            among += np.diag(_SOLVABLE * among.diagonal() + _MIN_S**2)
+            change = np.linalg.solve(among, (within - prices)[at_bound])
+            moved = prices + self._covariance[:, at_bound] @ change
+            moved[at_bound] = within[at_bound]
+            within = np.minimum(np.maximum(moved, self._lowest), self._highest)
+            outside = within != moved
+            if not np.logical_or.reduce(outside):
+                break
+            at_bound |= outside
+        return within
 
     def variance(self, shares: np.ndarray) -> float:
         """Return the variance of the logarithm of a duration with these shares of prices, relative
