@@ -30,9 +30,10 @@ class Machine(FakeExecutor):
     """A step costs 5 ms, 0.1 ms a token, 0.05 ms a row and 1 us a context token. The drafter costs
     0.7 ms, 1 ms a pass and 0.02 ms a token."""
 
-    def __init__(self) -> None:
+    def __init__(self, slower: float = 1.0) -> None:
         acceptance = PositionAcceptance([0.5], max_num_seqs=64)
         super().__init__(max_num_seqs=64, cost=self, acceptance=acceptance)
+        self._slower, self.spent_s = slower, 0.0
         self._linear = LinearCost(
             base_s=5e-3,
             token_s=1e-4,
@@ -44,7 +45,9 @@ class Machine(FakeExecutor):
 
     def step_s(self, work: StepWork) -> tuple[float, float, float]:
         draft_s, target_s, host_s = self._linear.step_s(work)
-        return draft_s + 7e-4 * (work.draft_depth > 0), target_s, host_s
+        draft_s, target_s = draft_s + 7e-4 * (work.draft_depth > 0), self._slower * target_s
+        self.spent_s += draft_s + target_s
+        return draft_s, target_s, host_s
 
     def reset(self) -> None:
         pass
@@ -54,7 +57,7 @@ class Machine(FakeExecutor):
 def test_the_fit_finds_the_prices_of_a_known_machine(slots):
     config = msgspec.structs.replace(CONFIG, max_num_seqs=slots)
     machine = Machine()
-    profile = profile_costs(machine, config, budget_s=0.5)
+    profile = profile_costs(machine, config, budget_s=8.0)
     assert profile.corner < 1.1
     for rows, depth, context in ((1, 0, 64), (4, 0, 2000), (8, 3, 512), (3, 1, 192)):
         work = decoding(rows, context, depth=depth)
@@ -64,6 +67,16 @@ def test_the_fit_finds_the_prices_of_a_known_machine(slots):
         assert draft_s == pytest.approx(expected[0], rel=0.3, abs=1e-5)
     mixed = prefilling(1, 400)
     assert profile.step_s(mixed)[1] == pytest.approx(machine.step_s(mixed)[1], rel=0.03)
+
+
+def test_a_large_model_is_measured_for_a_few_seconds_too() -> None:
+    """All shapes together take minutes. The first ones foretell what a long prompt takes."""
+    machine = Machine(slower=40.0)
+    profile = profile_costs(machine, CONFIG, budget_s=3.0)
+    assert 3.0 < machine.spent_s < 6.0
+    for work in (decoding(1, 64), decoding(8, 512, depth=3), prefilling(1, 400)):
+        expected_s = machine.step_s(work)[1]
+        assert profile.step_s(work)[1] == pytest.approx(expected_s, rel=0.3)
 
 
 def test_shapes_fit_slots_pool_and_context():

@@ -26,6 +26,8 @@ _DRAFTS_AND_ROWS = ((1, 1), (8, 1), (1, 8), (8, 8))  # for the price of a draft 
 MAX_PROFILED_DRAFTS = max(DRAFTS, *(drafts for drafts, _ in _DRAFTS_AND_ROWS))  # of a row
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)  # tokens of prefill chunks, alone and with `_MIXED_ROWS` rows
+# Chunks at the end of a long prompt: kernels compute a chunk's pairs faster than a row's.
+_LATE_CHUNKS, _LATE_CONTEXT_TOKENS = (32, 128), 2048
 _MIXED_ROWS = 4
 _HELD_OUT_ROWS, _HELD_OUT_DRAFTS, _HELD_OUT_CHUNKS = (3, 6, 12, 24, 48, 96), 2, (64, 256)
 _CATCH_UPS_AND_ROWS = ((63, 1), (63, 4))  # (tokens that the drafter has not seen, rows)
@@ -36,6 +38,7 @@ _PERIOD_TOKENS = 16  # period of the repeated text for lookups
 _EQUAL_STEPS = 5
 _SETTLING_S = 0.01
 _MAX_ROUNDS = 15  # after the warm-up round
+_MIN_SHAPES = 6  # steps of the warm-up round, whatever the time
 
 
 class StepShape(NamedTuple):
@@ -95,6 +98,7 @@ def shapes_for(config: SchedulerConfig) -> list[StepShape]:
         candidates += [StepShape(rows, context_tokens=long_tokens) for rows in (1, 8)]
         candidates += [StepShape(rows, 1 + DRAFTS, drafts, long_tokens) for rows in (1, 8)]
     candidates += [StepShape(1, chunk, context_tokens=chunk) for chunk in _CHUNKS]
+    candidates += [StepShape(1, k, context_tokens=_LATE_CONTEXT_TOKENS) for k in _LATE_CHUNKS]
     candidates += [StepShape(_MIXED_ROWS, chunk_tokens=chunk) for chunk in _CHUNKS]
     return [shape for shape in candidates if _fits(shape, config)]
 
@@ -151,21 +155,27 @@ class StepRunner:
         """Return the median sample of each shape over several rounds.
 
         A round measures all shapes, so that a second in which the machine is slow affects all of
-        them. The first round is warm-up, unless it spends the whole budget. A shape that has spent
+        them. The first round is warm-up, unless it spends the whole budget. It begins with the
+        fewest tokens and ends early if a large model has spent the budget. A shape that has spent
         its share of the budget is skipped from the third round on.
         """
         share_s = budget_s / len(shapes)
-        samples: dict[StepShape, list[StepSample]] = {shape: [] for shape in shapes}
+        by_tokens = sorted(shapes, key=lambda shape: (shape.tokens, shape.context_tokens))
+        samples: dict[StepShape, list[StepSample]] = {shape: [] for shape in by_tokens}
         spent_s = dict.fromkeys(shapes, 0.0)
         for number in range(1 + self._max_rounds):
             for shape, measured in samples.items():
-                expected_s = spent_s[shape] / max(number, 1)
-                needed = number == 0 or (number == 1 and self._spent_s <= budget_s)
-                if needed or spent_s[shape] + expected_s <= share_s:
+                if number == 0:
+                    runs = self._spent_s <= budget_s or self._steps < _MIN_SHAPES
+                elif number == 1 and self._spent_s <= budget_s:
+                    runs = True
+                else:
+                    runs = bool(measured) and spent_s[shape] * (1 + 1 / number) <= share_s
+                if runs:
                     before_s = self._spent_s
                     measured.append(self._run_shape(shape))
                     spent_s[shape] += self._spent_s - before_s
-        return [_median(measured[1:] or measured) for measured in samples.values()]
+        return [_median(samples[each][1:] or samples[each]) for each in shapes if samples[each]]
 
     def _run_shape(self, shape: StepShape) -> StepSample:
         """Run up to `_EQUAL_STEPS` steps of a shape, and return the sample of the last step."""

@@ -19,7 +19,7 @@ from cbatch.runtime.backend import LoadedModels
 from cbatch.system.cache import cached_result
 
 _PROBE_VERSION = 1  # of the test for batch invariance; results of another are not used
-VERSION = 5  # version of measurement and fit; cached prices of another version are measured again
+VERSION = 6  # version of measurement and fit; cached prices of another version are measured again
 # Seconds for all measurements (default: 3), and the folder that caches their results. Tests set
 # both, since costs that are measured while other tests run are not for a user's engines.
 _SECONDS, _FOLDER = "CBATCH_PROFILE_SECONDS", "CBATCH_COSTS"
@@ -99,8 +99,7 @@ def max_drafts(config: SchedulerConfig) -> int:
 def profile_costs(
     executor: Executor, config: SchedulerConfig, *, budget_s: float | None = None
 ) -> CostProfile:
-    """Return prices measured in about `budget_s` seconds, with at least one step of each shape.
-    Resets the executor. Without a drafter (`config.default_chain`) nothing is measured of drafting:
+    """Return prices measured in about `budget_s` seconds. Resets the executor. Without a drafter (`config.default_chain`) nothing is measured of drafting:
     its prices are guesses, relative to a step."""
     if budget_s is None:
         budget_s = float(os.environ.get(_SECONDS, 3.0))
