@@ -5,17 +5,19 @@ kernels that it launches."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from types import SimpleNamespace
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from cbatch.core.request.request import SamplingParams
 from cbatch.runtime.gpu import capture
 from cbatch.runtime.gpu.capture import GROUPS, SHAPED, groups_of, groups_of_key
 from cbatch.runtime.gpu.device import CudaDevice
 from tests.gpu_proofs.host_time import measured
+from tests.gpu_proofs.interpreted.stream import substituted
 from tests.gpu_proofs.meta import KINDS, SIZES, Size, Start
 from tests.triton_kernels.driver import TARGETS, recording
 
@@ -99,25 +101,27 @@ def test_groups_of_parameters() -> None:
         assert groups_of(SamplingParams(**shaped)) == {SHAPED}
 
 
-def test_a_step_with_late_kernels_is_captured_once_it_is_met(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device, replayed = CudaDevice.__new__(CudaDevice), []
-    device.graphs = {}
-
-    def captured(key: Hashable, work: Callable[[], None]) -> None:
-        work()
-        device.graphs[key] = SimpleNamespace(replay=lambda: replayed.append(key))
+def test_a_step_with_late_kernels_is_captured_after_it_has_run() -> None:
+    ran: list[str] = []
 
     def failing() -> None:
         raise RuntimeError("does not compile")
 
-    monkeypatch.setattr(device, "capture", captured)
-    device.deferred = {"late"}
-    for key in ("late", "late", "large", "large"):
-        with pytest.raises(RuntimeError, match="does not compile"):
-            device.run(key, failing)
-        assert device.graphs == {}
-    for key in ("late", "late", "large", "large"):
-        device.run(key, lambda: None)
-    assert [*device.graphs] == replayed == ["late"]
+    def run_both(device: CudaDevice) -> None:
+        with device.working():
+            for key in ("late", "large"):
+                device.run(key, partial(ran.append, key))
+
+    with substituted() as stream:
+        device = CudaDevice(torch.device("cpu"))
+        device.deferred = {"late"}
+        with device.working(), pytest.raises(RuntimeError, match="does not compile"):
+            device.run("late", failing)
+        device.capture_late()
+        run_both(device)
+        assert device.graphs == {} and ran == ["late", "large"], "a launch captures nothing"
+        device.capture_late()
+        run_both(device)
+        device.capture_late()
+        assert [*device.graphs] == ["late"] and ran == ["late", "large", "late", "large"]
+        assert stream.seen == {"captured": 1, "replayed": 1}, "and it never waits"

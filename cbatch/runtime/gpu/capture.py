@@ -95,7 +95,7 @@ class StepCapture:
 
         Kernels that every request needs, and those of the groups `now`, are compiled here. Other
         groups that Triton's cache lacks are left to `background_kernels`. Their graphs are captured
-        at first use."""
+        after their first use."""
         queue = self._steps.queue
         if not queue.captures:
             return

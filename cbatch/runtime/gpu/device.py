@@ -61,17 +61,19 @@ class Device:
     """The CPU: it runs all work immediately and captures nothing."""
 
     captures = False
-    deferred: Collection[Hashable] = ()  # keys that their first `run` captures
+    deferred: Collection[Hashable] = ()  # keys that `capture_late` captures after their first `run`
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Call `function`, or replay the graph captured for `key`. All calls with one key must
-        queue the same work on the same memory. A key in `deferred` is captured here, others only by
-        `capture`, since capturing takes too long while requests wait."""
+        queue the same work on the same memory."""
         function()
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
         """Call `function`, and capture what it queues as the graph for `key`."""
         function()
+
+    def capture_late(self) -> None:
+        """Capture a deferred key that has run, while the device works."""
 
     def kernels_of(self, launches: Callable[[], None]) -> dict[str, ahead.Specialisation]:
         """Return the kernels that calling `launches` would compile, without running them."""
@@ -122,24 +124,40 @@ class CudaDevice(Device):
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._late: dict[Hashable, Callable[[], None]] = {}  # deferred keys that have run
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         graph = self.graphs.get(key)
         if graph is not None:
             graph.replay()
-        elif key in self.deferred:
-            self.capture(key, function)
-        else:
-            function()
+            return
+        function()
+        if key in self.deferred:
+            self._late[key] = function
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
         # The first call compiles kernels, and lets libraries allocate what they cannot allocate
         # during capture. The second call only records.
         function()
+        self.synchronize()
+        torch.cuda.empty_cache()
+        self._record(key, function)
+
+    def capture_late(self) -> None:
+        if self._late:
+            with torch.inference_mode(), self.working():
+                self._record(*self._late.popitem())
+
+    def _record(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Capture work that has run before. Unlike `torch.cuda.graph`, do not wait for the device,
+        so that no request waits either."""
         graph = torch.cuda.CUDAGraph()
-        mode = "thread_local"  # other threads may go on using the device
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+        # Other threads may go on using the device.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
             function()
+        finally:
+            graph.capture_end()
         self.graphs[key] = graph
 
     def kernels_of(self, launches: Callable[[], None]) -> dict[str, ahead.Specialisation]:

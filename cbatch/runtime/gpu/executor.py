@@ -128,6 +128,7 @@ class GpuExecutor:
         if not self.pending:
             raise RuntimeError("wait: no step was submitted; call submit(plan) first")
         step = self.pending.popleft()
+        self.queue.capture_late()
         step.done.wait()
         result = self.report(step)
         self._buffers.append(step.buffers)

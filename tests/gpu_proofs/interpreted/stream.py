@@ -190,6 +190,17 @@ class Event:
 
 
 class Graph:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.tape, self.allocations = stream, [], []
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert self.stream.is_current
+        self.stream.seen["captured"] += 1
+        self.stream.tape, self.stream.allocations = self.tape, self.allocations
+
+    def capture_end(self) -> None:
+        self.stream.tape = None
+
     def replay(self) -> None:
         self.stream.seen["replayed"] += 1
 
@@ -205,7 +216,7 @@ class Graph:
 class TorchSubstitute:
     """A substitute for the module torch, where a device is made."""
 
-    CUDAGraph, Event = Graph, Event
+    Event = Event
 
     def __init__(self) -> None:
         self.only = Stream()
@@ -216,6 +227,9 @@ class TorchSubstitute:
 
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802 - torch's name
         return self.only
+
+    def CUDAGraph(self) -> Graph:  # noqa: N802 - torch's name
+        return Graph(self.only)
 
     def zeros(self, *shape: int, pin_memory: bool = False, **more: Any) -> Tensor:
         """Return zeros. Pinned memory is the host's, and there at once."""
@@ -241,16 +255,6 @@ class TorchSubstitute:
                 yield
             finally:
                 stream.is_current = False
-
-    @contextmanager
-    def graph(self, graph: Any, pool: int, stream: Stream, **_: str) -> Iterator[None]:
-        stream.seen["captured"] += 1
-        graph.stream, graph.tape, graph.allocations = stream, [], []
-        stream.tape, stream.allocations = graph.tape, graph.allocations
-        try:
-            yield
-        finally:
-            stream.tape = None
 
 
 @contextmanager
