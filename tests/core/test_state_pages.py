@@ -190,7 +190,10 @@ def test_a_crowd_is_served_as_if_alone(depth: int, interval: int) -> None:
     given = [plan.deltas.state_pages for plan in served.plans]  # slots, boundaries, pages
     skips = [(np.diff(each[1]) > 1) & (np.diff(each[0]) == 0) for each in given]
     assert any(each.any() for each in skips), "no chunk left a page before its last boundary"
-    assert pages.pool.num_free + pages.pool.num_cached == pages.pool.size and not pages._extra
+    # The step in flight, whose requests have ended, may still have a slot.
+    held = pages.tables[pages.tables != NO_PAGE]
+    assert len(held) <= depth and not pages._extra
+    assert pages.pool.num_free + pages.pool.num_cached + len(held) == pages.pool.size
 
 
 @pytest.mark.parametrize(
