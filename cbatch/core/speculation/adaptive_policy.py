@@ -37,8 +37,7 @@ MIN_EXPERIMENT_STEPS, MAX_EXPERIMENT_STEPS = 4, 64
 WARM_UP_STEPS = 8
 MIN_LAG_TOKENS = 8  # catching up on fewer tokens costs a drafter almost nothing
 _MIN_LOSS = 0.02  # smallest loss assumed for a step of an experiment, as a share of its time
-# Share of time that experiments may lose: while rows draft, while no row drafts.
-_EXPERIMENT_SHARE, _IDLE_EXPERIMENT_SHARE = 0.01, 0.005
+_EXPERIMENT_SHARE = 0.005  # of time, that experiments may lose
 
 
 class AdaptivePolicy(EstimatingPolicy):
@@ -197,16 +196,15 @@ class AdaptivePolicy(EstimatingPolicy):
     def _plan_experiment(self, step: PlannedRows, prices: StepPrices) -> None:
         """Begin an experiment if one is due, or else set the step of the next decision."""
         rows, plain_s = step.num_rows, float(prices.step_s[0])
-        loss, share = self._gain / (1 + self._gain), _EXPERIMENT_SHARE
+        loss = self._gain / (1 + self._gain)
         if not self.drafting:
             ingest_s = prices.ingest_s * float(np.minimum.reduce(step.draft_kv_lag))
             loss = float(prices.step_s[1]) + prices.pass_s + ingest_s / MIN_EXPERIMENT_STEPS
             loss = loss / plain_s - 1
             loss -= self.prior[0] / self.prior[1] / rows
-            share = _IDLE_EXPERIMENT_SHARE
         loss = max(loss, _MIN_LOSS)
         length = int(max(MAX_EXPERIMENT_STEPS * _MIN_LOSS / loss, MIN_EXPERIMENT_STEPS))
-        wait = int(length * loss / share)
+        wait = int(length * loss / _EXPERIMENT_SHARE)
         if self.drafting and not self.costs.is_measured(drafts=False):  # the loss is a guess
             wait = min(wait, 2 * DECISION_STEPS)
         # After a change of mode, the steps between decisions grow; after an experiment they do not.
