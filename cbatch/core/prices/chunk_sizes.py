@@ -1,13 +1,12 @@
 """The prompt tokens of a step while rows decode.
 
 A chunk is the smallest that keeps a share of the best prompt throughput, so that decoding rows wait
-no longer than necessary for their next tokens. Where the prices do not tell whether a smaller chunk
-is slower, it is taken. Best chunks of about the same length are averaged, so that equal runs have
-equal chunks. Prompts with a slot count as decoding rows. Otherwise small chunks would leave few
-rows that decode, and these would ask for small chunks. The step takes at most 1 / (1 - share) times
-as long as without the chunk, unless prompts would lose a further 1 - share significantly: this is
-the chunk that keeps the share if all prompt tokens cost the same. Targets for the gap between
-tokens limit chunks further.
+no longer than necessary for their next tokens. Best chunks of about the same length are averaged,
+so that equal runs have equal chunks. Prompts with a slot count as decoding rows. Otherwise small
+chunks would leave few rows that decode, and these would ask for small chunks. The step takes at
+most 1 / (1 - share) times as long as without the chunk, which keeps the share if all prompt tokens
+cost the same, unless prompts would lose a further 1 - share significantly. Targets for the gap
+between tokens limit chunks further.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ PROMPT_SHARE = 0.8
 _FIRST_TOKENS, _GROWTH = 64, 2
 _MIN_TOKENS = 8  # prompt tokens of a step whatever its target, so that prompts progress
 _NEAR = 1.25  # ratio of best chunks that are averaged
-_TIE = 0.06  # relative difference of speeds that the measurements do not tell
 _BEST_EVERY = 8  # chunks after which the best is found again, or once the number of rows changes
 _MEMORY = 32  # chunks, or searches, over which a mean is taken: of the context, or of the best
 # A step is planned to take this share (margin) of the target time between two tokens. The share
@@ -125,8 +123,7 @@ class ChunkSizes:
         sizes, history = self._sizes, int(self._history)
         seconds = self._costs.with_chunks(work, sizes, history)
         speeds = sizes / seconds
-        least = (1 - _TIE) * self._share * np.maximum.reduce(speeds)
-        smallest = int(np.argmax(speeds >= least))
+        smallest = int(np.argmax(speeds >= self._share * np.maximum.reduce(speeds)))
         alone_s = self._costs.gradient(work)[0]
         capped = max(int(np.count_nonzero(seconds <= alone_s / (1 - self._share))) - 1, 0)
         if capped < smallest:

@@ -99,8 +99,9 @@ def max_drafts(config: SchedulerConfig) -> int:
 def profile_costs(
     executor: Executor, config: SchedulerConfig, *, budget_s: float | None = None
 ) -> CostProfile:
-    """Return prices measured in about `budget_s` seconds. Resets the executor. Without a drafter (`config.default_chain`) nothing is measured of drafting:
-    its prices are guesses, relative to a step."""
+    """Return prices measured in about `budget_s` seconds. Resets the executor. Without a drafter
+    (`config.default_chain`) nothing is measured of drafting: its prices are guesses, relative to a
+    step."""
     if budget_s is None:
         budget_s = float(os.environ.get(_SECONDS, 3.0))
     samples = StepRunner(executor, config).measure(shapes_for(config), budget_s)
