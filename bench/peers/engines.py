@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,23 @@ class LlamaCpp:
         return logits.argmax(axis=1).astype(np.int32)
 
 
+class LlamaCppPython:
+    """llama.cpp through llama-cpp-python's class, one sequence after the other, with prompt lookup
+    of `drafts` tokens if that is not 0."""
+
+    def __init__(self, model: str, *, tokens: int, threads: int, drafts: int) -> None:
+        from llama_cpp import Llama
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        lookup = LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None
+        own = {"n_ctx": tokens, "n_threads": threads, "n_threads_batch": threads}
+        self._llama = Llama(model, draft_model=lookup, verbose=False, **own)
+
+    def run(self, prompts: Prompts, output_tokens: int) -> tuple[Prompts, list[float]]:
+        generated = [self._llama.generate(ids, temp=0.0) for ids in prompts]
+        return [[*islice(tokens, output_tokens)] for tokens in generated], []
+
+
 class OpenVino:
     """OpenVINO GenAI's continuous batching, which reads GGUF files itself."""
 
@@ -268,6 +286,7 @@ def _preload() -> None:
 ENGINES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {  # by name; modules to import
     "cbatch": (Cbatch, ("torch", "cbatch.llm")),
     "llama.cpp": (LlamaCpp, ("numpy", "llama_cpp")),
+    "llama-cpp-python": (LlamaCppPython, ("numpy", "llama_cpp")),
     "openvino": (OpenVino, ("numpy", "openvino", "openvino_genai")),
     "vllm": (Vllm, ("vllm",)),
 }

@@ -165,12 +165,12 @@ class StepRunner:
         spent_s = dict.fromkeys(shapes, 0.0)
         for number in range(1 + self._max_rounds):
             for shape, measured in samples.items():
+                in_time = self._spent_s <= budget_s
                 if number == 0:
-                    runs = self._spent_s <= budget_s or self._steps < _MIN_SHAPES
-                elif number == 1 and self._spent_s <= budget_s:
-                    runs = True
+                    runs = in_time or self._steps < _MIN_SHAPES
                 else:
-                    runs = bool(measured) and spent_s[shape] * (1 + 1 / number) <= share_s
+                    fits = spent_s[shape] * (1 + 1 / number) <= share_s
+                    runs = bool(measured) and (fits or (number == 1 and in_time))
                 if runs:
                     before_s = self._spent_s
                     measured.append(self._run_shape(shape))
