@@ -70,7 +70,7 @@ def test_the_fit_finds_the_prices_of_a_known_machine(slots):
 
 
 def test_a_large_model_is_measured_for_a_few_seconds_too() -> None:
-    """All shapes together take minutes. The first ones foretell what a long prompt takes."""
+    """All shapes together take minutes. The first ones say what a long prompt takes."""
     machine = Machine(slower=40.0)
     profile = profile_costs(machine, CONFIG, budget_s=3.0)
     assert 3.0 < machine.spent_s < 6.0

@@ -4,9 +4,9 @@ A chunk is the smallest that keeps a share of the best prompt throughput, so tha
 no longer than necessary for their next tokens. Best chunks of about the same length are averaged,
 so that equal runs have equal chunks. Prompts with a slot count as decoding rows. Otherwise small
 chunks would leave few rows that decode, and these would ask for small chunks. The step takes at
-most 1 / (1 - share) times as long as without the chunk, which keeps the share if all prompt tokens
-cost the same, unless prompts would lose a further 1 - share significantly. Targets for the gap
-between tokens limit chunks further.
+most 1 / (1 - share) times as long as without the chunk. That keeps the share if all prompt tokens
+cost the same. The limit is not kept if prompts would lose a further 1 - share significantly.
+Targets for the gap between tokens limit chunks further.
 """
 
 from __future__ import annotations
