@@ -29,7 +29,7 @@ _MEMORY = 32  # chunks, or searches, over which a mean is taken: of the context,
 # falls after a step longer than the target, and rises after a shorter one: in equilibrium one step
 # in two hundred is too long. Each target has its own, so that clients with short ones change no
 # other.
-_FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.85, 0.04, 0.0002
+_FIRST_MARGIN, _MARGIN_FALL, _MARGIN_RISE = 0.7, 0.04, 0.0002
 _MIN_MARGIN = 0.4
 _MAX_TARGETS = 16  # targets that have margins of their own
 
