@@ -38,7 +38,7 @@ _PERIOD_TOKENS = 16  # period of the repeated text for lookups
 _EQUAL_STEPS = 5
 _SETTLING_S = 0.01
 _MAX_ROUNDS = 15  # after the warm-up round
-_MIN_SHAPES = 6  # steps of the warm-up round, whatever the time
+_MIN_STEPS = 6  # steps of the warm-up round, whatever the time
 
 
 class StepShape(NamedTuple):
@@ -167,7 +167,7 @@ class StepRunner:
             for shape, measured in samples.items():
                 in_time = self._spent_s <= budget_s
                 if number == 0:
-                    runs = in_time or self._steps < _MIN_SHAPES
+                    runs = in_time or self._steps < _MIN_STEPS
                 else:
                     fits = spent_s[shape] * (1 + 1 / number) <= share_s
                     runs = bool(measured) and (fits or (number == 1 and in_time))
