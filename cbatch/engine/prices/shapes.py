@@ -163,11 +163,12 @@ class StepRunner:
         by_tokens = sorted(shapes, key=lambda shape: (shape.tokens, shape.context_tokens))
         samples: dict[StepShape, list[StepSample]] = {shape: [] for shape in by_tokens}
         spent_s = dict.fromkeys(shapes, 0.0)
+        first, end_s = self._steps, self._spent_s + budget_s
         for number in range(1 + self._max_rounds):
             for shape, measured in samples.items():
-                in_time = self._spent_s <= budget_s
+                in_time = self._spent_s <= end_s
                 if number == 0:
-                    runs = in_time or self._steps < _MIN_STEPS
+                    runs = in_time or self._steps - first < _MIN_STEPS
                 else:
                     fits = spent_s[shape] * (1 + 1 / number) <= share_s
                     runs = bool(measured) and (fits or (number == 1 and in_time))
