@@ -73,7 +73,7 @@ class Device:
         function()
 
     def capture_late(self) -> None:
-        """Capture a deferred key that has run, while the device works."""
+        """Capture the deferred keys that have run, while the device works."""
 
     def kernels_of(self, launches: Callable[[], None]) -> dict[str, ahead.Specialisation]:
         """Return the kernels that calling `launches` would compile, without running them."""
@@ -146,7 +146,8 @@ class CudaDevice(Device):
     def capture_late(self) -> None:
         if self._late:
             with torch.inference_mode(), self.working():
-                self._record(*self._late.popitem())
+                while self._late:
+                    self._record(*self._late.popitem())
 
     def _record(self, key: Hashable, function: Callable[[], None]) -> None:
         """Capture work that has run before. Unlike `torch.cuda.graph`, do not wait for the device,
