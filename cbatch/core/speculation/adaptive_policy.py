@@ -143,12 +143,15 @@ class AdaptivePolicy(EstimatingPolicy):
         self._decide_at = self._steps + SOON_STEPS
         depth = int(np.maximum.reduce(step.max_drafts, initial=0))
         max_total = min(step.budget_tokens, depth * step.num_rows)
+        no_drafts = LookaheadDecision(np.zeros(step.num_rows, np.int32))
         if max_total <= 0 or not self.costs.is_known:
-            self.decision = LookaheadDecision(np.zeros(step.num_rows, np.int32))
+            self.decision = no_drafts
             self._num_drafts[step.rows] = 0
             return
         prices = self.costs.prices(step.num_rows, step.context_tokens, np.arange(max_total + 1))
         decision, was_drafting = self._best(step, prices, depth), self.drafting
+        if self._had_prompts and decision.gain <= self.config.switch_gain:
+            decision = no_drafts  # a small gain does not make up for longer gaps of other rows
         if not (was_drafting and self._had_prompts):  # else drafts only pause
             self.drafting = decision.gain > (0.0 if was_drafting else self.config.switch_gain)
         self.decision = decision
