@@ -84,7 +84,8 @@ def test_suffix_drafts_by_default(pair, plain, monkeypatch):
 def test_adaptive_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
     """The price of the lookup is measured, too. A lookup has no sequential passes, so a longer
     draft costs hardly more."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CBATCH_COSTS", str(tmp_path))
+    monkeypatch.setenv("CBATCH_PROFILE_SECONDS", "1")  # time for all shapes
     llm = make(pair, draft=False, drafter=("ngram",), lookahead="adaptive:4")
     # Drafts pay only on some machines: where steps are short, no draft pays.
     assert tokens(llm, GREEDY) == plain[0]
