@@ -118,7 +118,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Happened]] = {
     "chunks by price": (  # the target leaves room for 8 to 32 tokens
         {
             "lookahead": "fixed:3",
-            "itl_target_s": 1.1e-2,
+            "itl_target_s": 1.25e-2,
             "cost_profile": CostProfile(5e-3, 1e-4, draft_pass_s=3e-4),
             "kind": UnsteadyExecutor,
             "clock": itertools.count(0.0, 1e-5).__next__,  # only the made-up durations pass time

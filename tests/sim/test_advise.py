@@ -266,7 +266,7 @@ def test_a_scenario_is_a_real_run_step_by_step(
         {"lookahead": "adaptive:8"},
         {"lookahead": "fixed:6", "drafter": "ngram", "max_num_seqs": 8},
         {"lookahead": "adaptive:8", "drafter": "ngram+model"},
-        {"lookahead": "fixed:4", "max_num_batched_tokens": 40, "itl_target_s": 0.006},
+        {"lookahead": "fixed:4", "max_num_batched_tokens": 40, "itl_target_s": 0.0075},
     ):
         settings = recorded._replace(**changes)
         steps = Steps()
