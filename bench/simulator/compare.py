@@ -248,6 +248,7 @@ class SimulatedEngine(NamedTuple):
             **engine,
             enable_prefix_caching=False,
             lookahead=lookahead,
+            prompt_share=1.0,  # as in an engine that is no server
             cost_profile=self.calibration.profile,
         )
         slots, records = config.max_num_seqs, list[Record]()
