@@ -76,7 +76,7 @@ def take_turns(
     return {name: values[1:] for name, values in results.items() if name not in failures}
 
 
-def _measure(
+def timed_runs(
     workers: Sequence[Worker],
     prompts: Prompts,
     batch: int,
@@ -113,7 +113,7 @@ def outputs(
     that report their steps."""
     count = -(-max(batch, args.prompts) // batch) * batch
     prompts = make_prompts(model, args.prompt_tokens, count)
-    runs = _measure(workers, prompts, batch, args.output_tokens, args.repeats, failures)
+    runs = timed_runs(workers, prompts, batch, args.output_tokens, args.repeats, failures)
     speeds = [(s, [r.tokens / r.seconds for r in each]) for s, each in runs]
     decoding = [
         (s, [(r.tokens - len(r.outputs)) / sum(r.steps_s) for r in each])
@@ -131,7 +131,7 @@ def prefill(
 ) -> list[Row]:
     """Return rows for random prompts: prompt tokens a second until each has an output token."""
     prompts, count = _random_prompts(PREFILL_PROMPTS, PREFILL_TOKENS), PREFILL_PROMPTS
-    runs = _measure(workers, prompts, count, 1, repeats, failures)
+    runs = timed_runs(workers, prompts, count, 1, repeats, failures)
     speeds = [(s, [count * PREFILL_TOKENS / run.seconds for run in each]) for s, each in runs]
     return rows_of(model.name, PREFILL, count, speeds)
 

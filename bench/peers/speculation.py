@@ -17,20 +17,18 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.lookahead import CHATS
-from bench.lookahead import make_prompts as make_chats
-from bench.peers.figures import take_turns
+from bench.lookahead import CHATS, make_prompts
+from bench.peers.engines import Prompts
+from bench.peers.figures import timed_runs
 from bench.peers.models import (
     CBATCH,
     FLAGS,
     LLAMA_CPP,
     VLLM,
     ModelFormats,
-    Run,
     Sizes,
     System,
     Worker,
@@ -39,7 +37,6 @@ from bench.peers.models import (
 )
 from bench.report import Failures, print_report, rounded
 from cbatch.cli.parser import CommandParser
-from cbatch.engine.model_files import find_model
 
 _LLAMA_DRAFTS = 2  # llama-cpp-python's documentation recommends it for CPUs
 _VLLM_NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}  # its docs
@@ -66,21 +63,15 @@ def variants(system: System, batch: int) -> list[System]:
 def measure(
     workers: Sequence[Worker],
     workload: str,
+    prompts: Prompts,
     batch: int,
     args: argparse.Namespace,
-    failed: Failures,
+    failures: Failures,
 ) -> list[dict[str, Any]]:
     """Return a row per engine."""
-    prompts = make_chats(workload, find_model(args.model))[: max(args.prompts, batch)]
-
-    def run(worker: Worker, repeat: int) -> Run:
-        total = Run(0.0, [])
-        for at in range(0, batch if repeat < 0 else len(prompts), batch):
-            total += worker.run(prompts[at : at + batch], args.output_tokens)
-        return total
-
-    subjects = {worker.system.name: partial(run, worker) for worker in workers}
-    runs, rows = take_turns(subjects, args.repeats, failed), []
+    prompts = prompts[: max(args.prompts, batch)]
+    timed = timed_runs(workers, prompts, batch, args.output_tokens, args.repeats, failures)
+    runs, rows = {system.name: each for system, each in timed}, []
     for name in (n for n in runs if f"{n}+" in runs):
         pairs = list(zip(runs[name], runs[f"{name}+"], strict=True))
         ratios = [plain.seconds / drafted.seconds for plain, drafted in pairs]
@@ -111,15 +102,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     failures, rows = Failures(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         model = ModelFormats(args.model, None, Path(folder), llama=args.llama, threads=args.threads)
-        chats = [make_chats(name, find_model(args.model)) for name in args.workload]
-        longest = max(len(ids) for prompts in chats for ids in prompts)
+        chats = {name: make_prompts(name, model.source) for name in args.workload}
+        longest = max(len(ids) for prompts in chats.values() for ids in prompts)
         tokens = longest + args.output_tokens + 1
         for batch in args.batch:
             systems = make_systems(model, args, Sizes(batch, tokens, max(1024, batch * longest)))
             pairs = [each for system in systems for each in variants(system, batch)]
             with started(pairs, failures) as workers:
-                for workload in args.workload:
-                    rows += measure(workers, workload, batch, args, failures)
+                for workload, prompts in chats.items():
+                    rows += measure(workers, workload, prompts, batch, args, failures)
                     print(f"{workload}, {batch} in flight measured", file=sys.stderr, flush=True)
     if rows:
         print_report(f"speculation against none, {args.model}", rows)
