@@ -70,8 +70,9 @@ class RobustFit:
         """Return the most likely prices within the bounds. Prices that leave them are set to their
         bounds, and the others change as they do with all of these together."""
         within: np.ndarray = np.minimum(np.maximum(prices, self._lowest), self._highest)
-        at_bound = within != prices
-        while np.logical_or.reduce(at_bound):
+        at_bound = outside = within != prices
+        while np.logical_or.reduce(outside):
+            at_bound = at_bound | outside
             among = self._covariance[np.ix_(at_bound, at_bound)]
             among += np.diag(_SOLVABLE * among.diagonal() + _MIN_S**2)
             change = np.linalg.solve(among, (within - prices)[at_bound])
@@ -79,9 +80,6 @@ class RobustFit:
             moved[at_bound] = within[at_bound]
             within = np.minimum(np.maximum(moved, self._lowest), self._highest)
             outside = within != moved
-            if not np.logical_or.reduce(outside):
-                break
-            at_bound |= outside
         return within
 
     def variance(self, shares: np.ndarray) -> float:
