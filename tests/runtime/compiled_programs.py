@@ -18,7 +18,7 @@ from tests.runtime.marks import has_compiler
 # The build that does AMX in C (see tiles.h) on a processor with all its other instructions.
 BY_HAND = "amx by hand"
 TILES, BOUNDS = (Path(__file__).with_name(name) for name in ("tiles.h", "bounds.c"))
-FLAGS = ("-std=gnu11", "-O1", "-g", "-pthread")
+FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-pthread")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 

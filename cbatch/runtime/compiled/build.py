@@ -19,7 +19,7 @@ from cbatch.system.cache import cache_folder
 from cbatch.system.private import require_private, temporary_place
 
 SOURCE = Path(__file__).with_name("library.c")
-FLAGS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
+FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-ftree-vectorize", "-pthread", "-fPIC")
 SYMBOLS: tuple[str, ...] = (
     "decode",
     "memory_bytes",

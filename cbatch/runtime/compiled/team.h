@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -53,6 +54,8 @@ typedef struct {
     long threads, loop_bytes, num_loops;
     char *loops;
     void (*run)(void *job);
+    pthread_t workers[MAX_THREADS];
+    int leader_cpu;  // CPU of the thread that runs jobs; -1 if workers may use it
     char job[MAX_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
 } team;
 
@@ -234,12 +237,31 @@ static team *team_for(long threads, long loops) {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; the_team->threads < threads; the_team->threads++) {
-        pthread_t thread;
-        if (pthread_create(&thread, 0, run_worker, (void *)the_team->threads)) break;
-        pthread_detach(thread);
+        pthread_t *thread = &the_team->workers[the_team->threads];
+        if (pthread_create(thread, 0, run_worker, (void *)the_team->threads)) break;
+        pthread_detach(*thread);
+        the_team->leader_cpu = -1;
     }
     pthread_sigmask(SIG_SETMASK, &before, 0);
     return the_team;
+}
+
+// Binds this thread to its CPU while a job runs, and the workers to the others. Else Linux may wake
+// two threads on one CPU, above all in a virtual machine whose CPUs have been idle, and part them
+// only after tens of milliseconds. Returns 0 if nothing changed; else `allowed` is to be restored.
+static int bind_threads(team *of, cpu_set_t *allowed) {
+    cpu_set_t own, others;
+    const int cpu = sched_getcpu();
+    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof *allowed, allowed)) return 0;
+    CPU_ZERO(&own);
+    CPU_SET(cpu, &own);
+    if (CPU_COUNT(allowed) < 2 || sched_setaffinity(0, sizeof own, &own)) return 0;
+    if (of->leader_cpu == cpu) return 1;
+    of->leader_cpu = cpu;
+    CPU_XOR(&others, allowed, &own);
+    for (long i = 1; i < of->threads; i++)
+        pthread_setaffinity_np(of->workers[i], sizeof others, &others);
+    return 1;
 }
 
 // Runs a job: calls `run` with a copy of `job` in up to `threads` threads, this one included. `job`
@@ -254,16 +276,20 @@ static void run_job(void (*run)(void *), void *job, long job_bytes, long threads
         return;
     }
     team *of = team_for(threads, loops);
+    cpu_set_t allowed;
+    int bound = 0;
     if (of) {
         const int32_t turn = (int32_t)((uint32_t)of->turn + 1);
         *me = (member){of, of->loops, 0, threads < of->threads ? threads : of->threads, 0, 0,
                        me->progress, turn};
         memcpy(of->job, job, job_bytes);
         of->run = run;
+        bound = bind_threads(of, &allowed);
         __atomic_store_n(&of->turn, turn, __ATOMIC_SEQ_CST);
         wake(of);
     }
     run(job);
     if (of) __atomic_add_fetch(&of->turn, 1, __ATOMIC_SEQ_CST);
+    if (bound) sched_setaffinity(0, sizeof allowed, &allowed);
     pthread_mutex_unlock(&one_at_a_time);
 }
