@@ -19,7 +19,7 @@ _FIRST_NOISE = 0.5  # further noise of the first measurement; falls with their n
 _CLIP, _MAX_ERROR = 2.0, 0.7  # error that counts in full: in standard deviations; relative
 _COMMON_DRIFT, _OWN_DRIFT = 6e-3, 1e-3  # relative changes from one measurement to the next
 _MIN_S = 1e-12
-_SOLVABLE = 1e-9  # added to variances, relative, so that equations have a solution
+_SOLVABLE = 1e-9  # least part of a variance that other prices cannot explain
 
 
 class RobustFit:
@@ -67,19 +67,23 @@ class RobustFit:
             diagonal += (_OWN_DRIFT * self._first_spread) ** 2
 
     def _within_bounds(self, prices: np.ndarray) -> np.ndarray:
-        """Return the most likely prices within the bounds. Prices that leave them are set to their
-        bounds, and the others change as they do with all of these together."""
+        """Return the most likely prices within the bounds. Each price outside is set to its bound;
+        the others change as they do with it, given those that are at their bounds already."""
         within: np.ndarray = np.minimum(np.maximum(prices, self._lowest), self._highest)
-        at_bound = outside = within != prices
-        while np.logical_or.reduce(outside):
-            at_bound = at_bound | outside
-            among = self._covariance[np.ix_(at_bound, at_bound)]
-            among += np.diag(_SOLVABLE * among.diagonal() + _MIN_S**2)
-            change = np.linalg.solve(among, (within - prices)[at_bound])
-            moved = prices + self._covariance[:, at_bound] @ change
-            moved[at_bound] = within[at_bound]
-            within = np.minimum(np.maximum(moved, self._lowest), self._highest)
-            outside = within != moved
+        outside = (within != prices).nonzero()[0]
+        if not len(outside):
+            return within
+        at_bound, covariance = np.zeros(len(prices), np.bool_), self._covariance.copy()
+        while len(outside):
+            i = outside[0]
+            at_bound[i], bound = True, within[i]
+            variance = max(covariance[i, i], _SOLVABLE * self._covariance[i, i], _MIN_S**2)
+            shares = covariance[i] / variance
+            prices = prices + shares * (bound - prices[i])
+            covariance -= np.multiply.outer(shares, covariance[i])
+            prices[i] = bound
+            within = np.minimum(np.maximum(prices, self._lowest), self._highest)
+            outside = ((within != prices) & ~at_bound).nonzero()[0]
         return within
 
     def variance(self, shares: np.ndarray) -> float:

@@ -3,12 +3,14 @@ executor, and a test of the prices on other shapes."""
 
 from __future__ import annotations
 
-from statistics import median
+import time
+from typing import NamedTuple
 
+import numpy as np
 from msgspec import structs
 
 from cbatch.core.prices.calibration import Calibration, accuracy
-from cbatch.core.prices.step_work import StepSample
+from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL, Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -22,7 +24,9 @@ from cbatch.system.machine import describe_machine, describe_versions
 
 _MAX_ROUNDS = 1000
 _HELD_OUT_SHARE = 0.25  # of the time
-_LOOP_ROWS, _LOOP_TOKENS = 8, 48  # requests of the measurement of the loop, and their output
+_LOOP_ROWS, _MAX_LOOP_S = 32, 5.0  # of the measurement of the loop
+_LOOP_TOKENS = 8 * _LOOP_ROWS  # output of its requests: with drafts, several tokens a step
+_FIT_ROUNDS, _MIN_ERROR_S = 20, 1e-6
 _ENGINE_FIELDS = (
     "num_blocks",
     "block_size",
@@ -50,10 +54,10 @@ def calibrate(
     if not held_out_shapes(config):
         raise FieldError("--max-num-batched-tokens", "is too small to measure", "give 64 or more")
     executor.reset()
-    host_s = _loop_s(executor, config)
+    loop = _measure_loop(executor, config)
     runner = StepRunner(executor, config, max_rounds=_MAX_ROUNDS)
     fitted, held_out = (
-        [structs.replace(sample, host_s=host_s) for sample in runner.measure(shapes, budget_s)]
+        [structs.replace(sample, host_s=loop.seconds(sample.work)) for sample in runner.measure(shapes, budget_s)]
         for shapes, budget_s in (
             (shapes_for(config), seconds * (1 - _HELD_OUT_SHARE)),
             (held_out_shapes(config), seconds * _HELD_OUT_SHARE),
@@ -79,18 +83,44 @@ def _whole(samples: list[StepSample]) -> list[StepSample]:
     return [sample for sample in samples if sample.target_s > 0]
 
 
-def _loop_s(executor: Executor, config: SchedulerConfig) -> float:
-    """Return the seconds of the loop around the executor: the median of steps that serve a few
-    requests."""
+class _Loop(NamedTuple):
+    """Seconds of the loop around the executor: of a step, of each row, and of a new request."""
+
+    step_s: float
+    row_s: float
+    request_s: float
+
+    def seconds(self, work: StepWork) -> float:
+        return self.step_s + self.row_s * work.rows + self.request_s * (work.prefill_tokens > 0)
+
+
+def _measure_loop(executor: Executor, config: SchedulerConfig) -> _Loop:
+    """Serve more and more requests, one of which enters in every third step."""
     core = EngineCore(Scheduler(structs.replace(config, enable_prefix_caching=False)), executor)
     tokens = min(_LOOP_TOKENS, config.max_sequence_tokens - 2)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    for number in range(min(_LOOP_ROWS, config.max_num_seqs)):
-        core.add(Request(request_id=str(number), prompt=(number,), params=params, seed=0))
-    loops_s = []
-    while core.busy:
+    counts, loops_s, end_s = list[tuple[int, int, bool]](), list[float](), _MAX_LOOP_S
+    end_s += time.perf_counter()
+    for step in range(3 * min(_LOOP_ROWS, config.max_num_seqs)):
+        start_s, enters = time.perf_counter(), step % 3 == 0
+        if start_s > end_s and not enters:
+            break
+        if enters:
+            request = Request(request_id=str(step), prompt=(step,), params=params, seed=0)
+            core.add(request)
         times = core.step().times
-        if times is not None:
-            loops_s.append(times.total_s - times.draft_s - times.target_s)
+        if times is not None and core.loop.last is not None:
+            loops_s.append(time.perf_counter() - start_s - times.draft_s - times.target_s)
+            counts.append((1, core.loop.last[0].num_rows, enters))
     executor.reset()
-    return max(median(loops_s), 0.0)
+    return _Loop(*_least_absolute(np.array(counts, np.float64), np.array(loops_s)).tolist())
+
+
+def _least_absolute(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return prices, 0 or more, with the least sum of absolute errors, by weighted least squares: a
+    pause of the machine in a few steps changes them little."""
+    weights = np.ones(len(seconds))
+    for _ in range(_FIT_ROUNDS):
+        prices = np.linalg.lstsq(counts * weights[:, None], seconds * weights, rcond=None)[0]
+        weights = 1 / np.sqrt(np.abs(counts @ prices - seconds) + _MIN_ERROR_S)
+    return np.maximum(prices, 0.0)

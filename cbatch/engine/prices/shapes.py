@@ -28,7 +28,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _CHUNKS = (32, 128, 512)  # tokens of prefill chunks, alone and with `_MIXED_ROWS` rows
 # Chunks at the end of a long prompt: kernels compute a chunk's pairs faster than a row's.
 _LATE_CHUNKS, _LATE_CONTEXT_TOKENS = (32, 128), 2048
-_MIXED_ROWS = 4
+_MIXED_ROWS = (4, 28)
 _HELD_OUT_ROWS, _HELD_OUT_DRAFTS, _HELD_OUT_CHUNKS = (3, 6, 12, 24, 48, 96), 2, (64, 256)
 _CATCH_UPS_AND_ROWS = ((63, 1), (63, 4))  # (tokens that the drafter has not seen, rows)
 _PERIOD_TOKENS = 16  # period of the repeated text for lookups
@@ -95,11 +95,11 @@ def shapes_for(config: SchedulerConfig) -> list[StepShape]:
     added_tokens = StepShape(1, 1 + DRAFTS, DRAFTS, context_tokens=0).max_tokens
     long_tokens = min(LONG_CONTEXT_TOKENS, config.max_sequence_tokens - added_tokens)
     if long_tokens >= 2 * CONTEXT_TOKENS:
-        candidates += [StepShape(rows, context_tokens=long_tokens) for rows in (1, 8)]
+        candidates += [StepShape(rows, context_tokens=long_tokens) for rows in (1, 8, 32)]
         candidates += [StepShape(rows, 1 + DRAFTS, drafts, long_tokens) for rows in (1, 8)]
     candidates += [StepShape(1, chunk, context_tokens=chunk) for chunk in _CHUNKS]
     candidates += [StepShape(1, k, context_tokens=_LATE_CONTEXT_TOKENS) for k in _LATE_CHUNKS]
-    candidates += [StepShape(_MIXED_ROWS, chunk_tokens=chunk) for chunk in _CHUNKS]
+    candidates += [StepShape(rows, chunk_tokens=chunk) for rows in _MIXED_ROWS for chunk in _CHUNKS]
     return [shape for shape in candidates if _fits(shape, config)]
 
 

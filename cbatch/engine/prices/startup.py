@@ -19,7 +19,7 @@ from cbatch.runtime.backend import LoadedModels
 from cbatch.system.cache import cached_result
 
 _PROBE_VERSION = 1  # of the test for batch invariance; results of another are not used
-VERSION = 6  # version of measurement and fit; cached prices of another version are measured again
+VERSION = 7  # version of measurement and fit; cached prices of another version are measured again
 # Seconds for all measurements (default: 3), and the folder that caches their results. Tests set
 # both, since costs that are measured while other tests run are not for a user's engines.
 _SECONDS, _FOLDER = "CBATCH_PROFILE_SECONDS", "CBATCH_COSTS"
