@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cbatch.core.prices.calibration import Accuracy, Calibration, accuracy
 from cbatch.core.prices.cost_profile import CostProfile
 from cbatch.core.prices.step_work import StepSample, StepWork
 from cbatch.core.request.errors import FieldError
+from cbatch.core.scheduler.plan import StepPlan, StepResult
 from cbatch.core.scheduler.scheduler import Scheduler
 from cbatch.engine.prices.calibrator import calibrate
 from cbatch.engine.prices.fit import fit_profile
@@ -103,6 +105,35 @@ def test_a_calibration_predicts_other_steps_of_a_known_engine() -> None:
     with pytest.raises(FieldError, match="--max-num-batched-tokens"):
         small = replace(config, max_num_seqs=2, max_num_batched_tokens=32)
         calibrate(engine, small, info, seconds=1.0)
+
+
+def test_the_loop_around_the_executor_is_measured_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time has a part for each step, for each row and for a new request; one step in ten takes
+    far longer."""
+    config = make_config(num_blocks=600, max_num_seqs=16, max_model_len=600, eos_ids=())
+    now_s, executor_s = [0.0], LinearCost(base_s=0.01, token_s=1e-3, row_s=0.0)
+
+    class Engine(FakeExecutor):
+        def reset(self) -> None: ...
+
+        def run(self, plan: StepPlan) -> StepResult:
+            result = super().run(plan)
+            stalls = 0.5 * (plan.step_id % 10 == 0)
+            loop_s = 2e-3 + 3e-4 * plan.num_rows + 5e-3 * len(plan.deltas.new_sequences) + stalls
+            now_s[0] += result.target_s + loop_s
+            return result
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    engine: Any = Engine(max_num_seqs=16, cost=executor_s)
+    info: Any = type("Info", (), {"model": "m", "draft": None})
+    prices = calibrate(engine, config, info, seconds=60.0).prices
+    for rows in (2, 6, 14):
+        work = StepWork.decoding(rows, 64 * rows)
+        expected_s = executor_s.step_s(work)[1] + 2e-3 + 3e-4 * rows
+        assert sum(prices.step_s(work)) == pytest.approx(expected_s, rel=0.02)
+    prompt = prefilling(1, 64)
+    expected_s = executor_s.step_s(prompt)[1] + 7.3e-3
+    assert sum(prices.step_s(prompt)) == pytest.approx(expected_s, rel=0.04)
 
 
 def calibration(**more: Any) -> Calibration:
