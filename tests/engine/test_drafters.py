@@ -103,6 +103,13 @@ def test_adaptive_without_a_draft_model(pair, plain, tmp_path, monkeypatch):
     assert eight - one < model_eight - model_one
 
 
+@pytest.mark.parametrize(("share", "is_measured"), [(0.8, True), (1.0, False)])
+def test_chunks_need_prices_without_drafts(pair, tmp_path, monkeypatch, share, is_measured):
+    monkeypatch.setenv("CBATCH_COSTS", str(tmp_path))
+    llm = make(pair, draft=False, lookahead="off", prompt_share=share)
+    assert (llm.engine.scheduler.config.cost_profile is not None) == is_measured
+
+
 def test_each_request_may_choose_its_drafter(pair, plain):
     llm = make(pair, drafter=("suffix", "model"), lookahead="fixed:3")
     assert llm.engine.core.drafters == ("model", "ngram", "suffix")

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import structs
 
 from cbatch.core.prices.calibration import Calibration, accuracy
-from cbatch.core.prices.step_work import StepSample, StepWork
+from cbatch.core.prices.step_work import StepSample
 from cbatch.core.request.errors import FieldError
 from cbatch.core.request.request import MODEL, Request, SamplingParams
 from cbatch.core.scheduler.config import SchedulerConfig
@@ -57,7 +57,7 @@ def calibrate(
     loop = _measure_loop(executor, config)
     runner = StepRunner(executor, config, max_rounds=_MAX_ROUNDS)
     fitted, held_out = (
-        [structs.replace(sample, host_s=loop.seconds(sample.work)) for sample in runner.measure(shapes, budget_s)]
+        [loop.added_to(sample) for sample in runner.measure(shapes, budget_s)]
         for shapes, budget_s in (
             (shapes_for(config), seconds * (1 - _HELD_OUT_SHARE)),
             (held_out_shapes(config), seconds * _HELD_OUT_SHARE),
@@ -90,8 +90,10 @@ class _Loop(NamedTuple):
     row_s: float
     request_s: float
 
-    def seconds(self, work: StepWork) -> float:
-        return self.step_s + self.row_s * work.rows + self.request_s * (work.prefill_tokens > 0)
+    def added_to(self, sample: StepSample) -> StepSample:
+        rows, enters = sample.work.rows, sample.work.prefill_tokens > 0
+        host_s = self.step_s + self.row_s * rows + self.request_s * enters
+        return structs.replace(sample, host_s=host_s)
 
 
 def _measure_loop(executor: Executor, config: SchedulerConfig) -> _Loop:

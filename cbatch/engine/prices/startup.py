@@ -34,10 +34,11 @@ def with_prices(
     *,
     records: bool = False,
 ) -> SchedulerConfig:
-    """Return `config` with prices, measured now or at an earlier start, if its policy uses prices
-    or the engine `records` a step log, which then has them. If the engine is too small for the
-    shapes, prices are learned while serving."""
-    if not (records or policy_class(config.lookahead.policy).priced) or not can_profile(config):
+    """Return `config` with prices, measured now or at an earlier start, if its policy or its chunks
+    use prices, or the engine `records` a step log, which then has them. If the engine is too small
+    for the shapes, prices are learned while serving."""
+    drafts_priced = records or policy_class(config.lookahead.policy).priced
+    if not (drafts_priced or config.prompt_share < 1) or not can_profile(config):
         return config
     key = models_key(paths, models, kv_cache_dtype) | {
         "version": VERSION,
@@ -47,7 +48,7 @@ def with_prices(
         "drafter": config.default_chain,
     }
     measured = config
-    if not max_drafts(config):  # the executor has no drafter
+    if not (drafts_priced and max_drafts(config)):
         measured = msgspec.structs.replace(config, drafter=None, draft_context_tokens=None)
         key["drafter"] = ()
     folder = Path(os.environ[_FOLDER]) if _FOLDER in os.environ else None
