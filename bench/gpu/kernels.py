@@ -42,6 +42,7 @@ from cbatch.runtime.sampling import noise
 from triton_kernels.build import ahead
 from triton_kernels.products.dense import dense
 from triton_kernels.sampling import COUPLED, REJECTION, sample
+from triton_kernels.sampling.launch import COLLECTING, TILING, Tiling
 from triton_kernels.verification.kernel import verify_logits
 
 CBATCH, SDPA, VLLM = "cbatch", "torch sdpa, no pages", "vllm"
@@ -156,16 +157,21 @@ def sampling(bench: Bench) -> Iterator[Subject]:
             label = f"{requests} requests k {k}, {logits} logits"
             subject = partial(Subject, kernel, label, cost=Cost(2 * requests * (k + 1) * VOCAB))
             yield subject(CBATCH, build=own, make=case)
+            if filters:
+                who = f"{CBATCH}, lists by tiles"
+                yield subject(who, build=partial(own, tiling=COLLECTING), make=case)
             if proposed and not filters:
                 yield subject(VLLM, build=partial(vllm_verification, bench), make=case)
 
 
-def verifications(cases: Sequence[VerifyCase], *, filtered: bool) -> list[Call]:
-    return [partial(verify_logits, *case, filtered=filtered) for case in cases]
+def verifications(
+    cases: Sequence[VerifyCase], *, filtered: bool, tiling: Tiling = TILING
+) -> list[Call]:
+    return [partial(verify_logits, *case, tiling, filtered=filtered) for case in cases]
 
 
-def draws(cases: Sequence[VerifyCase]) -> list[Call]:
-    return [partial(sample, case.batch, noise.BONUS) for case in cases]
+def draws(cases: Sequence[VerifyCase], *, tiling: Tiling = TILING) -> list[Call]:
+    return [partial(sample, case.batch, noise.BONUS, tiling) for case in cases]
 
 
 def vllm_verification(bench: Bench, cases: Sequence[VerifyCase]) -> list[Call]:

@@ -16,6 +16,7 @@ from tests.triton_kernels import compile_check
 from tests.triton_kernels.compile_check import (
     Case,
     check,
+    filter_cases,
     main,
     recorded_cases,
     recurrence_cases,
@@ -73,6 +74,7 @@ def test_every_kernel_of_a_start_passes() -> None:
         assert {each.name for each in more} == names
         cases += more
     cases += recurrence_cases("sm_90")
+    cases += filter_cases("sm_90")
     faults = [(each.name, each.config, check(each).faults()) for each in cases]
     assert [each for each in faults if each[2]] == []
 

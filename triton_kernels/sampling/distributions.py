@@ -38,6 +38,13 @@ DIST_MASS = tl.constexpr(1)
 DIST_CHANCE = tl.constexpr(2)
 DIST_FIELDS = tl.constexpr(3)
 
+# Fields of a row of `Scratch.collected`, see `collect`.
+COLLECTED_END = tl.constexpr(0)
+COLLECTED_LENGTH = tl.constexpr(1)
+COLLECTED_MASS = tl.constexpr(2)
+COLLECTED_NEAR = tl.constexpr(3)
+COLLECTED_FIELDS = tl.constexpr(4)
+
 
 @jit
 def combined(scanned, rows, live, num_tiles, inverse, greedy, raced, TILES: tl.constexpr):
@@ -105,52 +112,67 @@ def distributions_kernel(
     batch, certain_ptr, overlay, scanned, scratch, dists, vocab, stride, list_width, logits_step,
     num_tiles, num_dense, purpose, any_drawn, first_out, out_step, TILES: tl.constexpr,
     PIECES: tl.constexpr, PIECE: tl.constexpr, ALL_PIECES: tl.constexpr, CHUNK: tl.constexpr,
-    LIST: tl.constexpr,
+    LIST: tl.constexpr, COLLECTS: tl.constexpr,
 ):  # fmt: skip
     """Store the distribution of row i at place `first_out + i * out_step`. Tiles from `num_dense`
-    on hold listed tokens."""
+    on hold listed tokens. COLLECTS: the tokens before a guessed end are listed already."""
     row = tl.program_id(0)
-    request = tl.load(batch.rows.requests + row)
-    depth = tl.load(batch.rows.depths + row)
-    mode = tl.load(batch.requests.modes + request)
-    inverse = order.inverse_of(batch.requests, request)
-    raced, stream, excluded = order.race_of(batch, certain_ptr, request, depth, purpose, any_drawn)
-    one = tl.zeros([1], tl.int32)
-    tops, masses, finites, bests, logits = combined(
-        scanned, row + one, one == 0, num_tiles, inverse, mode + one == order.GREEDY,
-        raced & (one == 0), TILES,
-    )  # fmt: skip
-    top, mass, finite = tl.max(tops, 0), tl.max(masses, 0), tl.max(finites, 0)
-    token = tl.max(bests, 0) & order.ID
-    winner = order.code_of((top - tl.max(logits, 0)) * inverse, token)
+    facts = facts_of(batch, certain_ptr, scanned, row, vocab, num_tiles, purpose, any_drawn, TILES)
+    request, depth, inverse, top, mass, finite, winner, is_filtered, exact, drawn = facts
     cut = winner * 0 + LAST
-    if order.is_filtered(batch.requests, request, vocab) & (mass > 0.0) & (finite != 0):
+    if is_filtered:
         view = (
             batch.logits + row.to(tl.int64) * stride, vocab, num_dense * PIECES,
             overlay.ids + row.to(tl.int64) * list_width,
             overlay.logits + row.to(tl.int64) * logits_step, list_width, top, inverse,
         )  # fmt: skip
-        pieces = _pieces(scanned, row, num_tiles, top, inverse, PIECES, ALL_PIECES)
-        # Verification needs the exact mass of a row with a draft, and not the winner alone.
-        has_draft = depth < tl.load(batch.drafts.counts + request)
-        exact = (purpose == order.DRAFT) | ((purpose == order.VERIFY) & has_draft)
-        exact = exact & (mode >= order.REJECTION)
+        pieces = pieces_of(scanned, row, num_tiles, top, inverse, PIECES, ALL_PIECES)
         memory = (
             scratch.pieces + row.to(tl.int64) * num_tiles * PIECES,
             scratch.codes + row.to(tl.int64) * LIST,
         )
-        race = (raced, order.draw_of(batch.noise, request, depth), stream, excluded)
-        limits = _limits(batch.requests, request, vocab)
+        race = (drawn[0], order.draw_of(batch.noise, request, depth), drawn[1], drawn[2])
+        limits = limits_of(batch.requests, request, vocab)
+        collected = scratch.collected + row * COLLECTED_FIELDS
         cut, mass, winner = _filtered(
-            view, pieces, memory, limits, race, exact, winner, mass, PIECE, CHUNK, LIST
-        )
+            view, pieces, memory, limits, race, exact, winner, mass, collected, PIECE, CHUNK, LIST,
+            COLLECTS,
+        )  # fmt: skip
     chance = order.weight_of(order.distance_of(winner)) / tl.where(mass > 0.0, mass, 1.0)
     out = first_out + row.to(tl.int64) * out_step
     store_dists(dists, out, top, mass, chance, cut, (winner & order.ID).to(tl.int32), finite, True)
 
 
 @jit
-def _pieces(scanned, row, num_tiles, top, inverse, PIECES: tl.constexpr, ALL: tl.constexpr):
+def facts_of(
+    batch, certain_ptr, scanned, row, vocab, num_tiles, purpose, any_drawn, TILES: tl.constexpr
+):  # fmt: skip
+    """Return, of a row after its scan: request, depth, 1 / temperature, maximum, mass, whether all
+    is finite, the code of the winner, whether a filter applies, whether the mass must be exact, and
+    the results of `order.race_of`."""
+    request = tl.load(batch.rows.requests + row)
+    depth = tl.load(batch.rows.depths + row)
+    mode = tl.load(batch.requests.modes + request)
+    inverse = order.inverse_of(batch.requests, request)
+    race = order.race_of(batch, certain_ptr, request, depth, purpose, any_drawn)
+    one = tl.zeros([1], tl.int32)
+    tops, masses, finites, bests, logits = combined(
+        scanned, row + one, one == 0, num_tiles, inverse, mode + one == order.GREEDY,
+        race[0] & (one == 0), TILES,
+    )  # fmt: skip
+    top, mass, finite = tl.max(tops, 0), tl.max(masses, 0), tl.max(finites, 0)
+    token = tl.max(bests, 0) & order.ID
+    winner = order.code_of((top - tl.max(logits, 0)) * inverse, token)
+    filtered = order.is_filtered(batch.requests, request, vocab) & (mass > 0.0) & (finite != 0)
+    # Verification needs the exact mass of a row with a draft, and not the winner alone.
+    has_draft = depth < tl.load(batch.drafts.counts + request)
+    exact = (purpose == order.DRAFT) | ((purpose == order.VERIFY) & has_draft)
+    exact = exact & (mode >= order.REJECTION)
+    return request, depth, inverse, top, mass, finite, winner, filtered, exact, race
+
+
+@jit
+def pieces_of(scanned, row, num_tiles, top, inverse, PIECES: tl.constexpr, ALL: tl.constexpr):
     """Return, of each piece of a row, fp32 [ALL]: the distance of its likeliest token, the weight
     of that token, and the weight of all."""
     piece = tl.arange(0, ALL)
@@ -166,7 +188,7 @@ def _pieces(scanned, row, num_tiles, top, inverse, PIECES: tl.constexpr, ALL: tl
 
 
 @jit
-def _limits(requests, request, vocab):
+def limits_of(requests, request, vocab):
     """Return top_k, whether there is one, top_p (infinite: none), and the cut of min_p."""
     top_k = tl.load(requests.top_k + request)
     min_p = tl.load(requests.min_p + request)
@@ -177,18 +199,23 @@ def _limits(requests, request, vocab):
 
 @jit
 def _filtered(
-    view, pieces, memory, limits, race, exact, winner, mass, PIECE: tl.constexpr,
-    CHUNK: tl.constexpr, LIST: tl.constexpr,
+    view, pieces, memory, limits, race, exact, winner, mass, collected_ptr, PIECE: tl.constexpr,
+    CHUNK: tl.constexpr, LIST: tl.constexpr, COLLECTS: tl.constexpr,
 ):  # fmt: skip
     """Return the cut, the mass before it, and the code of the winner before it. Without `exact` the
     cut may lie anywhere after the given winner, and the mass is not exact."""
     top_k, by_count, top_p, nearest = limits
     by_mass = top_p < float("inf")
     bound = tl.where(exact, nearest, tl.minimum(nearest, winner + 1))
-    target = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
-    first_end = guess_cut(pieces, target, by_count, PIECE)
     cut = winner * 0 + LAST
-    list_end, list_length = winner * 0, 0
+    list_end, list_length, collected_end = winner * 0, 0, winner * 0
+    if COLLECTS:
+        first_end = tl.load(collected_ptr + COLLECTED_END)
+        list_length = tl.load(collected_ptr + COLLECTED_LENGTH).to(tl.int32)
+        list_end, collected_end = tl.where(list_length < LIST, first_end, 0), first_end
+    else:
+        target = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
+        first_end = guess_cut(pieces, target, by_count, PIECE)
     for stage in range(3):  # top-k by count, top-p by mass, and the race of the remaining tokens
         end = tl.where((stage == 0) & by_mass, LAST, tl.minimum(cut, bound))
         share = mass * tl.minimum(top_p, 1.0)
@@ -200,8 +227,9 @@ def _filtered(
             first = tl.where((stage == 2) | (limit == ENDLESS), end, tl.minimum(first_end, end))
             low, before, list_end, list_length, mass_before_end, reached, race_winner = _read(
                 view, pieces[0], memory, race, stage, first, end, limit, list_end, list_length,
-                PIECE, CHUNK, LIST,
+                collected_ptr, collected_end, PIECE, CHUNK, LIST, COLLECTS,
             )  # fmt: skip
+            collected_end = collected_end * 0  # another list may have replaced the collected one
             if stage == 2:
                 winner = race_winner
             else:
@@ -233,8 +261,9 @@ def guess_cut(pieces, target, by_count, PIECE: tl.constexpr):
 
 @jit
 def _read(
-    view, nearest, memory, race, stage, pivot, end, limit, list_end, list_length,
-    PIECE: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr,
+    view, nearest, memory, race, stage, pivot, end, limit, list_end, list_length, collected_ptr,
+    collected_end, PIECE: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr,
+    COLLECTS: tl.constexpr,
 ):  # fmt: skip
     """List the tokens among which the limit is reached, unless they are listed already. `pivot` is
     the first end to try.
@@ -245,11 +274,25 @@ def _read(
     low_count, low_mass, mass, winner = 0, end * 0, end * 0, end * 0
     reached = list_end >= end
     searching, rounds = (stage == 2) | ~reached, 0
+    if COLLECTS:
+        searching = ~reached
+        if (stage == 2) & reached:
+            winner = _listed_winner(memory[1], list_length, end, race, CHUNK * PIECE)
+        collected_end = tl.where(stage == 2, 0, collected_end)
     while searching:
-        num_pieces = choose(nearest, pivot, memory[0])
-        list_length, mass, num_near, winner = _measure(
-            view, memory, num_pieces, low, pivot, race, stage == 2, PIECE, CHUNK, LIST
-        )
+        if COLLECTS:
+            list_length = tl.load(collected_ptr + COLLECTED_LENGTH).to(tl.int32)
+            mass = tl.load(collected_ptr + COLLECTED_MASS)
+            num_near = tl.load(collected_ptr + COLLECTED_NEAR).to(tl.int32)
+            if pivot != collected_end:
+                list_length, mass, num_near, winner = _measure(
+                    view, nearest, memory, low, pivot, race, stage == 2, PIECE, CHUNK, LIST
+                )
+            collected_end = collected_end * 0
+        else:
+            list_length, mass, num_near, winner = _measure(
+                view, nearest, memory, low, pivot, race, stage == 2, PIECE, CHUNK, LIST
+            )
         before_pivot = tl.where(stage == 0, low_count + list_length, low_mass + mass)
         reached = before_pivot >= limit
         searching = (stage < 2) & tl.where(reached, list_length >= LIST, pivot < end)
@@ -298,25 +341,21 @@ def choose(nearest, end, pieces_ptr):
 
 @jit
 def _measure(
-    view, memory, num_pieces, low, end, race, races, PIECE: tl.constexpr, CHUNK: tl.constexpr,
+    view, nearest, memory, low, end, race, races, PIECE: tl.constexpr, CHUNK: tl.constexpr,
     LIST: tl.constexpr,
 ):  # fmt: skip
     """List the codes of the tokens in [low, end) as far as there is room. Return their number,
     their mass, how many of them are near the end, and with `races` the winner of the race."""
+    num_pieces = choose(nearest, end, memory[0])
     _, draw, stream, excluded = race
     seed, position, choice = draw
-    sums = tl.zeros([CHUNK, PIECE], tl.int64)  # the mass, and above it the number of near tokens
-    edge = order.key_of(tl.maximum(order.distance_of(end) - NEAR, 0.0)) << 32
+    sums = tl.zeros([CHUNK, PIECE], tl.int64)
     count, best, winner = 0, end * 0 + ENDLESS, end * 0
     for chunk in range(tl.cdiv(num_pieces, CHUNK)):
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         piece = tl.load(memory[0] + index, mask=index < num_pieces, other=-1)[:, None]
-        ids, x = _tokens(view, piece, PIECE)
-        y = (view[6] - x) * view[7]
-        codes = order.code_of(y, ids)
-        inside = (codes >= low) & (codes < end) & (piece >= 0)
-        amount = (order.weight_of(y) * UNIT).to(tl.int64) + tl.where(codes >= edge, ONE, 0)
-        sums += tl.where(inside, amount, 0)
+        codes, inside, amounts, ids, y = measured(view, piece, low, end, PIECE)
+        sums += amounts
         ones = inside.to(tl.int32)
         piece_counts = tl.sum(ones, axis=1)
         place = count + tl.cumsum(piece_counts, 0) - piece_counts
@@ -334,6 +373,40 @@ def _measure(
     tl.debug_barrier()  # the list is read by other threads
     mass = tl.sum(tl.sum(sums & (ONE - 1), axis=1), axis=0)
     return count, mass, tl.sum(tl.sum((sums >> 50).to(tl.int32), axis=1), axis=0), winner
+
+
+@jit
+def measured(view, piece, low, end, PIECE: tl.constexpr):
+    """Return, of the tokens of pieces [CHUNK, 1]: codes; whether they lie in [low, end); of those
+    that do, the mass, and above its bits 1 if they are near the end; ids; and distances."""
+    ids, x = _tokens(view, piece, PIECE)
+    y = (view[6] - x) * view[7]
+    codes = order.code_of(y, ids)
+    inside = (codes >= low) & (codes < end) & (piece >= 0)
+    edge = order.key_of(tl.maximum(order.distance_of(end) - NEAR, 0.0)) << 32
+    amounts = (order.weight_of(y) * UNIT).to(tl.int64) + tl.where(codes >= edge, ONE, 0)
+    return codes, inside, tl.where(inside, amounts, 0), ids, y
+
+
+@jit
+def _listed_winner(codes_ptr, length, end, race, LANES: tl.constexpr):
+    """Return the code of the winner among the listed tokens before `end`."""
+    _, draw, stream, excluded = race
+    seed, position, choice = draw
+    best, winner = end * 0 + ENDLESS, end * 0
+    for first in range(0, length, LANES):
+        lane = first + tl.arange(0, LANES)
+        codes = tl.load(codes_ptr + lane, mask=lane < length, other=ENDLESS)
+        ids, y = (codes & order.ID).to(tl.int32), order.distance_of(codes)
+        words = noise_device.words_of(seed, ids, position, choice, stream)
+        keys = order.race_key(noise_device.exponential(words), y, ids)
+        inside = codes < end
+        keys = tl.where(inside & (ids != excluded), keys, order.NEVER)
+        least = tl.min(keys, axis=0)
+        chunk_winner = tl.max(tl.where(inside & (keys == least), codes, 0), axis=0)
+        winner = tl.where(least < best, chunk_winner, winner)
+        best = tl.minimum(best, least)
+    return winner
 
 
 @jit

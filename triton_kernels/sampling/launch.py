@@ -11,6 +11,7 @@ from torch import Tensor
 from triton_kernels.build.check import check_fields, check_tensor
 from triton_kernels.build.hopper import is_hopper
 from triton_kernels.sampling import scan
+from triton_kernels.sampling.collect import collect_kernel, first_end_kernel
 from triton_kernels.sampling.distributions import distributions_kernel
 from triton_kernels.sampling.inputs import Distributions, LogitsBatch, Overlay
 from triton_kernels.sampling.scan import scan_kernel
@@ -42,6 +43,8 @@ class Tiling(NamedTuple):
     shape: CompileOptions = CompileOptions(16)
     distributions: CompileOptions = CompileOptions(16)
     residual: CompileOptions = CompileOptions(16, 64)
+    # If given, each tile of a filtered row first lists its likeliest tokens, see `collect`.
+    collect: CompileOptions | None = None
 
     @property
     def tile(self) -> int:
@@ -52,6 +55,7 @@ class Tiling(NamedTuple):
 
 
 TILING = Tiling()
+COLLECTING = TILING._replace(collect=CompileOptions(8))  # not measured on a device yet
 
 
 class Scanned(NamedTuple):
@@ -68,6 +72,7 @@ class Scratch(NamedTuple):
 
     pieces: Tensor  # int32 [N, T, pieces]
     codes: Tensor  # int64 [N, list_tokens]
+    collected: Tensor  # int64 [N, 4]: fields, see `collect`; like `codes` if nothing is collected
 
 
 def draw(
@@ -131,13 +136,23 @@ def find_distributions(
     scanned, tiling = kernel_args["scanned"], kernel_args["tiling"]
     num_rows, num_pieces = len(scanned.tiles), kernel_args["num_tiles"] * tiling.pieces
     if num_rows:
-        pieces, codes = (num_rows, num_pieces), (num_rows, tiling.list_tokens)
-        scratch = Scratch(
-            torch.empty(pieces, dtype=torch.int32, device=scanned.tiles.device),
-            torch.empty(codes, dtype=torch.int64, device=scanned.tiles.device),
-        )
-        own_arguments = {"scratch": scratch, "dists": dists, "first_out": first, "out_step": step}
-        launch(distributions_kernel, (num_rows,), kernel_args | own_arguments, tiling.distributions)
+        device, collect = scanned.tiles.device, tiling.collect
+        pieces = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=device)
+        codes = torch.empty((num_rows, tiling.list_tokens), dtype=torch.int64, device=device)
+        collected = codes
+        if collect is not None:
+            collected = torch.empty((num_rows, 4), dtype=torch.int64, device=device)
+        kernel_args = kernel_args | {
+            "scratch": Scratch(pieces, codes, collected),
+            "dists": dists,
+            "first_out": first,
+            "out_step": step,
+            "COLLECTS": collect is not None,
+        }
+        if collect is not None:
+            launch(first_end_kernel, (num_rows,), kernel_args, collect)
+            launch(collect_kernel, (num_rows, kernel_args["num_tiles"]), kernel_args, collect)
+        launch(distributions_kernel, (num_rows,), kernel_args, tiling.distributions)
 
 
 def kernel_arguments(
@@ -204,7 +219,7 @@ def launch(
 def bytes_a_row(vocab: int, listed: int, tiling: Tiling = TILING) -> int:
     """Return the most bytes that drawing or verification allocates for each row of logits."""
     tiles = tiling.num_tiles(vocab) + tiling.num_tiles(listed)
-    return tiles * (12 * tiling.pieces + 40) + 8 * (listed + tiling.list_tokens) + 64
+    return tiles * (12 * tiling.pieces + 40) + 8 * (listed + tiling.list_tokens) + 96
 
 
 def check(batch: LogitsBatch) -> None:

@@ -173,3 +173,37 @@ def test_a_vocabulary_of_eighteen_bits() -> None:
     assert 1 < int(kept[0].sum()) < int(kept[1].sum())
     assert kept[0, vocab - 1] and ((kept != (weights > 0)).sum(dim=1) <= 1).all()
     torch.testing.assert_close(result.floats[:, 1], weights.sum(dim=1), rtol=1e-5, atol=0)
+
+
+NARROW = SMALL._replace(pieces=1)  # rows have several tiles
+
+
+def collecting(tiling: Tiling) -> Tiling:
+    return tiling._replace(collect=launch.CompileOptions(4))
+
+
+@pytest.mark.parametrize("tiling", [SMALL, SHORT, NARROW, NARROW._replace(list_tokens=16)])
+@pytest.mark.parametrize("purpose", [noise.DRAFT, noise.BONUS])
+def test_lists_made_by_tiles_change_no_bit(
+    batch: LogitsBatch, tiling: Tiling, purpose: int
+) -> None:
+    without = launch.draw(batch, purpose, tiling)
+    assert differ(launch.draw(batch, purpose, collecting(tiling)), without, batch) == 0
+
+
+@triton.jit
+def forgets_every_token(scratch):
+    pass
+
+
+def test_lists_made_by_tiles_have_shaped_tokens_and_a_short_list_shows(
+    batch: LogitsBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shaped = random_batch(np.random.default_rng(34), 10, 42)[0]
+
+    def results(tiling: Tiling) -> Distributions:
+        return drawn(shaped._replace(logits=shaped.logits.clone()), tiling)
+
+    assert differ(results(collecting(NARROW)), results(NARROW), shaped) == 0
+    monkeypatch.setattr(launch, "collect_kernel", forgets_every_token)
+    assert differ(drawn(batch, collecting(NARROW)), drawn(batch, NARROW), batch) > 3
