@@ -78,13 +78,16 @@ async def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
     """Return the figures of one repeat. Raises RuntimeError if a call fails, or a stream ends."""
     client, rng = HttpClient(server.endpoint, timeout_s=_CALL_S), random.Random(seed)
     common = {"model": server.model, "temperature": 0, "ignore_eos": True, "stream": True}
+    # A chunk may have several tokens, where drafts were accepted.
+    common["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
 
     async def send(call: TimedCall, prompt: str | list[int]) -> None:
         body = json.dumps(common | {"prompt": prompt, "max_tokens": call.max_tokens}).encode()
         reader = AnswerReader(call, LiveTally(), streamed=True)
         await client.call("POST", COMPLETIONS, body, reader)
         if call in streams:
-            raise CallError(Failure.TRUNCATED, f"a stream ended after {call.chunks} tokens")
+            problem = f"a stream ended after {_num_tokens([call])} tokens"
+            raise CallError(Failure.TRUNCATED, problem)
 
     async def wait_for(tokens: Sequence[int]) -> float:
         async with asyncio.timeout(_START_S):
@@ -101,13 +104,13 @@ async def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
                 for call in streams
             ]
             begin_s = await wait_for([_CALM_TOKENS] * load.streams)
-            tokens_before, sent = sum(call.chunks for call in streams), []
+            tokens_before, sent = _num_tokens(streams), []
             for call in prompts:
                 ids = [rng.choice(_IDS) for _ in range(load.prompt_tokens)]
                 sent.append(group.create_task(send(call, ids)))
                 await asyncio.sleep(load.every_s)
             await asyncio.gather(*sent)
-            tokens = sum(call.chunks for call in streams) - tokens_before
+            tokens = _num_tokens(streams) - tokens_before
             await wait_for([call.chunks + 1 for call in streams])  # the gaps in which they ended
             for task in running:
                 task.cancel()
@@ -130,6 +133,10 @@ async def measure(server: Server, load: Load, seed: int) -> dict[str, float]:
         "prompt_tokens_per_s": read_tokens / seconds,
         "tokens_per_s": (read_tokens + tokens) / seconds,
     }
+
+
+def _num_tokens(calls: Sequence[TimedCall]) -> int:
+    return sum(sum(call.chunk_tokens) for call in calls)
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
