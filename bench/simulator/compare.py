@@ -99,8 +99,8 @@ def acceptances_of(outputs: Sequence[Output]) -> list[int]:
 
 def record_acceptances(engine: Engine, texts: Prompts) -> list[list[int]]:
     """Return `acceptances_of` every prompt's output, generated greedily with `ACCEPTANCE_K` drafts
-    per step. One prompt runs at a time: among others, a row has steps without drafts, after which
-    nobody knows which drafts would have been accepted."""
+    per step. One prompt runs at a time: among others, a row also has steps without drafts, which do
+    not show what would have been accepted."""
     acceptances = []
     for text in texts:
         engine.add(text, _greedy(ACCEPTANCE_TOKENS))

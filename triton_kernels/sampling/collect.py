@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triton_kernels.build.jit import jit
 from triton_kernels.sampling import distributions as dist
-from triton_kernels.sampling import order, scan
+from triton_kernels.sampling import lists, order, scan
 from triton_kernels.sampling.order import LAST, LOWEST
 
 
@@ -38,9 +38,9 @@ def first_end_kernel(
         bound = tl.where(exact, nearest, tl.minimum(nearest, winner + 1))
         bound = tl.where(by_count & (top_p < float("inf")), LAST, bound)
         end = tl.minimum(dist.guess_cut(pieces, target, by_count, PIECE), bound)
-    at = scratch.collected + row * dist.COLLECTED_FIELDS
-    tl.store(at + dist.COLLECTED_END, end)
-    for field in tl.static_range(dist.COLLECTED_LENGTH, dist.COLLECTED_FIELDS):
+    at = scratch.collected + row * lists.COLLECTED_FIELDS
+    tl.store(at + lists.COLLECTED_END, end)
+    for field in tl.static_range(lists.COLLECTED_LENGTH, lists.COLLECTED_FIELDS):
         tl.store(at + field, end * 0)
 
 
@@ -52,8 +52,8 @@ def collect_kernel(
     """Append the tokens of a tile before the row's end to its list, and add up their number, mass
     and number near the end. Tokens beyond the room of the list only count."""
     row, tile = tl.program_id(0), tl.program_id(1)
-    at = scratch.collected + row * dist.COLLECTED_FIELDS
-    end = tl.load(at + dist.COLLECTED_END)
+    at = scratch.collected + row * lists.COLLECTED_FIELDS
+    end = tl.load(at + lists.COLLECTED_END)
     inverse = order.inverse_of(batch.requests, tl.load(batch.rows.requests + row))
     tiles = tl.arange(0, TILES)
     fields = scanned.tiles + row.to(tl.int64) * num_tiles * scan.TILE_FIELDS + scan.TILE_TOP
@@ -66,15 +66,15 @@ def collect_kernel(
             overlay.logits + row.to(tl.int64) * logits_step, list_width, top, inverse,
         )  # fmt: skip
         piece = (tile * PIECES + tl.arange(0, PIECES))[:, None]
-        codes, inside, sums, _, _ = dist.measured(view, piece, end * 0, end, PIECE)
+        codes, inside, sums, _, _ = lists.measured(view, piece, end * 0, end, PIECE)
         ones = inside.to(tl.int32)
         counts = tl.sum(ones, axis=1)
         length = tl.sum(counts, axis=0).to(tl.int64)
-        mass = tl.sum(tl.sum(sums & (dist.ONE - 1), axis=1), axis=0)
+        mass = tl.sum(tl.sum(sums & (lists.ONE - 1), axis=1), axis=0)
         near = tl.sum(tl.sum((sums >> 50).to(tl.int32), axis=1), axis=0).to(tl.int64)
-        first = tl.atomic_add(at + dist.COLLECTED_LENGTH, length, sem="relaxed")
-        tl.atomic_add(at + dist.COLLECTED_MASS, mass, sem="relaxed")
-        tl.atomic_add(at + dist.COLLECTED_NEAR, near, sem="relaxed")
+        first = tl.atomic_add(at + lists.COLLECTED_LENGTH, length, sem="relaxed")
+        tl.atomic_add(at + lists.COLLECTED_MASS, mass, sem="relaxed")
+        tl.atomic_add(at + lists.COLLECTED_NEAR, near, sem="relaxed")
         place = first + (tl.cumsum(counts, 0) - counts)[:, None] + tl.cumsum(ones, 1) - 1
         listed = scratch.codes + row.to(tl.int64) * LIST
         tl.store(listed + place, codes, mask=inside & (place < LIST))
