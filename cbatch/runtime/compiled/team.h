@@ -55,7 +55,9 @@ typedef struct {
     char *loops;
     void (*run)(void *job);
     pthread_t workers[MAX_THREADS];
-    int leader_cpu;  // CPU of the thread that runs jobs; -1 if workers may use it
+    int leader_cpu;  // CPU on which thread 0 began its last job; -1 if workers may use it
+    int bound;  // whether thread 0 is bound to that CPU, instead of `allowed`
+    cpu_set_t allowed;
     char job[MAX_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
 } team;
 
@@ -85,15 +87,43 @@ static void wake(team *of) {
     futex(&of->wakes, FUTEX_WAKE, MAX_THREADS);
 }
 
+// Linux may wake two threads on one CPU, above all in a virtual machine whose other CPUs have been
+// idle, and part them only after tens of milliseconds. So workers keep off the CPU on which thread 0
+// begins a job, and thread 0 is bound to it before it sleeps in a job.
+static void keep_workers_off(team *of, int cpu) {
+    cpu_set_t others;
+    if (of->leader_cpu == cpu || cpu < 0 || cpu >= CPU_SETSIZE) return;
+    of->leader_cpu = cpu;
+    if (sched_getaffinity(0, sizeof others, &others) || CPU_COUNT(&others) < 2) return;
+    CPU_CLR(cpu, &others);
+    for (long i = 1; i < of->threads; i++)
+        pthread_setaffinity_np(of->workers[i], sizeof others, &others);
+}
+
+static void bind_leader(team *of) {
+    cpu_set_t own;
+    if (of->bound || of->leader_cpu < 0) return;
+    CPU_ZERO(&own);
+    CPU_SET(of->leader_cpu, &own);
+    of->bound = !sched_getaffinity(0, sizeof of->allowed, &of->allowed) &&
+                !sched_setaffinity(0, sizeof own, &own);
+}
+
+static void release_leader(team *of) {
+    if (of->bound) sched_setaffinity(0, sizeof of->allowed, &of->allowed);
+    of->bound = 0;
+}
+
 // Waits until `until` holds. `wakes` is read before `until` is checked for the last time. So a call
 // of `wake` after this check changes `wakes`, and the thread does not sleep.
-#define AWAIT(of, until) AWAIT_FOR(of, SPINS, until)
-#define AWAIT_FOR(of, spins, until)                                            \
+#define AWAIT(of, thread, until) AWAIT_FOR(of, thread, SPINS, until)
+#define AWAIT_FOR(of, thread, spins, until)                                    \
     for (long spin = 0; !(until); spin++) {                                    \
         if (spin < (spins)) {                                                  \
             RELAX();                                                           \
             continue;                                                          \
         }                                                                      \
+        if (!(thread)) bind_leader(of);                                        \
         __atomic_add_fetch(&(of)->sleepers, 1, __ATOMIC_SEQ_CST);              \
         const int32_t seen = __atomic_load_n(&(of)->wakes, __ATOMIC_SEQ_CST);  \
         if (!(until)) futex(&(of)->wakes, FUTEX_WAIT, seen);                   \
@@ -152,7 +182,7 @@ static long claim(member *me, long count) {
     }
     const long mine = me->num_claimed;
     if (mine && count_up(&at->done, me->turn, mine, count) + mine == count) wake(me->team);
-    AWAIT(me->team, ended(at, me->turn, count))
+    AWAIT(me->team, me->thread, ended(at, me->turn, count))
     me->share = me->num_claimed = 0;
     me->loop += me->team->loop_bytes;
     return -1;
@@ -181,7 +211,7 @@ static void *run_worker(void *number) {
     char job[MAX_JOB_BYTES] __attribute__((aligned(LINE_BYTES)));
     int32_t last = 0, turn;
     for (;;) {
-        AWAIT_FOR(of, __atomic_load_n(&spins_between_jobs, __ATOMIC_RELAXED),
+        AWAIT_FOR(of, (long)number, __atomic_load_n(&spins_between_jobs, __ATOMIC_RELAXED),
                   (turn = __atomic_load_n(&of->turn, __ATOMIC_ACQUIRE)) != last && !(turn & 1))
         __atomic_add_fetch(&of->inside, 1, __ATOMIC_SEQ_CST);
         memcpy(job, of->job, sizeof job);
@@ -206,7 +236,7 @@ static void expect_jobs(int soon) {
 // Waits until no thread is inside a job that has ended, so that the job's data may be freed.
 static void wait_until_all_idle(void) {
     team *of = the_team;
-    if (of) AWAIT(of, !__atomic_load_n(&of->inside, __ATOMIC_SEQ_CST))
+    if (of) AWAIT(of, -1, !__atomic_load_n(&of->inside, __ATOMIC_SEQ_CST))
 }
 
 static void forget_team(void) {  // in a forked child, which has none of the threads
@@ -246,24 +276,6 @@ static team *team_for(long threads, long loops) {
     return the_team;
 }
 
-// Binds this thread to its CPU while a job runs, and the workers to the others. Else Linux may wake
-// two threads on one CPU, above all in a virtual machine whose CPUs have been idle, and part them
-// only after tens of milliseconds. Returns 0 if nothing changed; else `allowed` is to be restored.
-static int bind_threads(team *of, cpu_set_t *allowed) {
-    cpu_set_t own, others;
-    const int cpu = sched_getcpu();
-    if (cpu < 0 || cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof *allowed, allowed)) return 0;
-    CPU_ZERO(&own);
-    CPU_SET(cpu, &own);
-    if (CPU_COUNT(allowed) < 2 || sched_setaffinity(0, sizeof own, &own)) return 0;
-    if (of->leader_cpu == cpu) return 1;
-    of->leader_cpu = cpu;
-    CPU_XOR(&others, allowed, &own);
-    for (long i = 1; i < of->threads; i++)
-        pthread_setaffinity_np(of->workers[i], sizeof others, &others);
-    return 1;
-}
-
 // Runs a job: calls `run` with a copy of `job` in up to `threads` threads, this one included. `job`
 // begins with a member and has at most `loops` loops. While another job runs, only this thread
 // calls `run`.
@@ -276,20 +288,20 @@ static void run_job(void (*run)(void *), void *job, long job_bytes, long threads
         return;
     }
     team *of = team_for(threads, loops);
-    cpu_set_t allowed;
-    int bound = 0;
     if (of) {
         const int32_t turn = (int32_t)((uint32_t)of->turn + 1);
         *me = (member){of, of->loops, 0, threads < of->threads ? threads : of->threads, 0, 0,
                        me->progress, turn};
         memcpy(of->job, job, job_bytes);
         of->run = run;
-        bound = bind_threads(of, &allowed);
+        keep_workers_off(of, sched_getcpu());
         __atomic_store_n(&of->turn, turn, __ATOMIC_SEQ_CST);
         wake(of);
     }
     run(job);
-    if (of) __atomic_add_fetch(&of->turn, 1, __ATOMIC_SEQ_CST);
-    if (bound) sched_setaffinity(0, sizeof allowed, &allowed);
+    if (of) {
+        __atomic_add_fetch(&of->turn, 1, __ATOMIC_SEQ_CST);
+        release_leader(of);
+    }
     pthread_mutex_unlock(&one_at_a_time);
 }
