@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +39,13 @@ class StepLoop:
     ) -> None:
         if depth not in (0, 1):
             raise ValueError(f"depth: {depth!r} is not allowed; use 0 (serial) or 1 (overlapped)")
+        # Functions of the class: bound methods would refer to this loop, and an engine that is dropped
+        # would keep its gigabytes until the next collection of garbage.
+        self._run_step: Callable[[StepLoop, Any], Commit | None]
         if depth == 0 and isinstance(executor, Executor):
-            self._run_step = partial(self._run_serial, executor)
+            self._run_step = StepLoop._run_serial
         elif depth == 1 and isinstance(executor, OverlappedExecutor):
-            self._run_step = partial(self._run_overlapped, executor)
+            self._run_step = StepLoop._run_overlapped
         else:
             verbs = "`submit` and `wait`" if depth else "`run`"
             raise TypeError(f"executor: depth {depth} needs its {verbs}")
@@ -65,7 +68,7 @@ class StepLoop:
     def step(self) -> Commit | None:
         while True:
             try:
-                commit = self._run_step()
+                commit = self._run_step(self, self._executor)
             except _Fault as fault:
                 self._recover(fault)
                 continue

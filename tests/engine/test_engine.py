@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import msgspec
 import pytest
 
-from cbatch import FieldError, FinishReason, Output, SamplingParams
+from cbatch import (
+    EngineOptions,
+    FieldError,
+    FinishReason,
+    Output,
+    SamplingParams,
+    load_engine,
+)
+from cbatch.demo import demo_paths
 from cbatch.engine import progress
 from cbatch.engine.core import EngineCore, StepOutput
 from cbatch.engine.engine import Engine
@@ -240,3 +252,21 @@ def test_outputs_of_steps_are_counted(
     with ProgressBar(2) as bar:
         bar.update([Output("a", 0, "x", (1, 2))])
     assert "0 of 2 sequences, " in (output := capsys.readouterr().err) and "tokens/s" in output
+
+
+@pytest.mark.parametrize("options", [{"lookahead": "off"}, {"lookahead": "fixed:2"}])
+def test_an_engine_that_is_not_used_any_more_frees_its_memory(options: dict[str, Any]) -> None:
+    """At once, not at the next collection of garbage: another engine may need the gigabytes."""
+    load_engine(*demo_paths(), EngineOptions(num_blocks=64, **options))  # imports leave garbage
+    gc.collect()
+    gc.disable()
+    try:
+        engine = load_engine(*demo_paths(), EngineOptions(num_blocks=64, **options))[0]
+        engine.add([1, 2, 3], SamplingParams(max_tokens=8))
+        while engine.has_work:
+            engine.step()
+        cache = weakref.ref(engine.core.executor.kv)
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
