@@ -39,8 +39,8 @@ class StepLoop:
     ) -> None:
         if depth not in (0, 1):
             raise ValueError(f"depth: {depth!r} is not allowed; use 0 (serial) or 1 (overlapped)")
-        # Functions of the class: bound methods would refer to this loop, and an engine that is dropped
-        # would keep its gigabytes until the next collection of garbage.
+        # Functions of the class: bound methods would refer to this loop, and a dropped engine would
+        # keep its gigabytes until the next collection of garbage.
         self._run_step: Callable[[StepLoop, Any], Commit | None]
         if depth == 0 and isinstance(executor, Executor):
             self._run_step = StepLoop._run_serial
