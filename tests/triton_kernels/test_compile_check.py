@@ -29,7 +29,7 @@ EVERY_KERNEL = SIZES[4]  # our products, weights in blocks, keys in fp8, a draft
 EVERY_OPTION = SIZES[-1]  # of a layer's records
 LAYER_KERNELS = {"norm", "activation", "whole_norm", "kv_write", "attention"}
 WITH_EXPERTS = SIZES[3]  # gate and up in bf16, down in MXFP4
-EXPERT_KERNELS = {"route", "sort", "grouped", "combine"}
+EXPERT_KERNELS = {"described", "route", "sort", "grouped", "combine"}
 
 
 @triton.jit

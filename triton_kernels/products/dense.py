@@ -146,7 +146,9 @@ def dense(
     if tile is None:
         aligned = not any(n * x.itemsize % 16 for n in (num_columns, x.stride(0)))
         described = aligned and x.data_ptr() % 16 == 0 and has_large_tiles()
-        tile = tile_of(weight.dtype, num_outs, described=described, num_rows=num_rows)
+        # The tile for many rows has no room in shared memory for an fp32 result.
+        rows = num_rows if out.dtype == x.dtype else min(num_rows, MANY_ROWS - 1)
+        tile = tile_of(weight.dtype, num_outs, described=described, num_rows=rows)
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outs, tile.outs)
     if tile.programs:
         processors = 1
