@@ -121,8 +121,9 @@ def _measure_loop(executor: Executor, config: SchedulerConfig) -> _Loop:
 def _least_absolute(counts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return prices, 0 or more, with the least sum of absolute errors, by weighted least squares: a
     pause of the machine in a few steps changes them little."""
+    prices: np.ndarray = np.zeros(counts.shape[1])
     weights = np.ones(len(seconds))
     for _ in range(_FIT_ROUNDS):
         prices = np.linalg.lstsq(counts * weights[:, None], seconds * weights, rcond=None)[0]
         weights = 1 / np.sqrt(np.abs(counts @ prices - seconds) + _MIN_ERROR_S)
-    return np.maximum(prices, 0.0)
+    return prices.clip(0.0)
