@@ -229,7 +229,8 @@ def unpack(bench: Bench) -> Path:
 def products(bench: Bench) -> Iterator[Subject]:
     """Yield products by fixed tiles and by the library; the ratio of their times is the cost of
     invariant numerics."""
-    functions = {CBATCH: _dense, "torch": F.linear}
+    in_parts = partial(_dense, has_parts=True)
+    functions = {CBATCH: _dense, f"{CBATCH}, sums in parts": in_parts, "torch": F.linear}
     shapes = ((2 * INTERMEDIATE, WIDTH), (WIDTH, INTERMEDIATE))
     for tokens, (outs, columns) in product(PRODUCT_ROWS, shapes):
         cost, label = product_cost(tokens, outs, columns), f"{tokens} tokens, {outs} x {columns}"
@@ -246,5 +247,5 @@ def _each(function: Callable[..., Any], operands: Sequence[list[Tensor]]) -> lis
     return [partial(function, *tensors) for tensors in operands]
 
 
-def _dense(x: Tensor, weight: Tensor) -> None:
-    dense(x, weight, None, x.new_empty(len(x), len(weight)))
+def _dense(x: Tensor, weight: Tensor, **more: bool) -> None:
+    dense(x, weight, None, x.new_empty(len(x), len(weight)), **more)

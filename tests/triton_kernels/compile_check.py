@@ -43,6 +43,7 @@ from tests.gpu_proofs.meta import SIZES, Size, Start
 from tests.triton_kernels.driver import META, TARGETS, Recorded, recording
 from triton_kernels.attention import Heads, Partials, Tile, WorkList, attention
 from triton_kernels.attention.table import INVARIANT_ROWS, SPLIT_TOKENS, TileKey, entries
+from triton_kernels.products.dense import MANY_ROWS, dense, tile_of
 from triton_kernels.recurrence import Sequences, recur
 from triton_kernels.sampling.inputs import DraftTokens, LogitsBatch, Noise, Requests, Rows
 from triton_kernels.sampling.launch import COLLECTING, draw
@@ -56,7 +57,7 @@ _AMD_REGISTERS = 512  # registers per lane that the waves of a SIMD share
 _WIDE = {"attention", "norm", "activation"}  # kernels whose loads are 128 bits wide
 _PRODUCTS = {"dense", "described", "quantised", "grouped"}
 _MAX_NARROW = 24  # loads of partial maxima and sums, over all pipeline stages
-_WITHOUT_FP8 = {"sm_80"}
+_WITHOUT_FP8, _LARGE_TILES = {"sm_80"}, {"sm_90", "sm_100"}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -162,6 +163,18 @@ def filter_cases(target: str) -> list[Case]:
     batch = LogitsBatch(logits, Rows(ints(64), ints(64)), requests, noise, drafts, None)
     with recording(TARGETS[target]) as launches:
         draw(batch, 0, COLLECTING)
+    return [Case(each, target) for each in launches.by_key.values()]
+
+
+def parts_cases(target: str) -> list[Case]:
+    """Return products whose sums have parts, which no executor launches yet."""
+    weight = torch.empty(4096, 14336, dtype=torch.bfloat16, device=META)
+    with recording(TARGETS[target]) as launches:
+        for rows in (16, MANY_ROWS):
+            x = torch.empty(rows, 14336, dtype=torch.bfloat16, device=META)
+            kind = weight.dtype, *weight.shape
+            tile = tile_of(*kind, described=True, num_rows=rows, has_parts=True)
+            dense(x, weight, None, x.new_empty(rows, 4096), tile)
     return [Case(each, target) for each in launches.by_key.values()]
 
 
@@ -377,6 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
             *recorded_cases(target),
             *recurrence_cases(target),
             *filter_cases(target),
+            *(parts_cases(target) if target in _LARGE_TILES else ()),
             *table_cases(target),
         ):
             if options.kernel is None or case.name in options.kernel:

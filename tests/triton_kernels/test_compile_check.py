@@ -18,6 +18,7 @@ from tests.triton_kernels.compile_check import (
     check,
     filter_cases,
     main,
+    parts_cases,
     recorded_cases,
     recurrence_cases,
     table_cases,
@@ -74,7 +75,7 @@ def test_every_kernel_of_a_start_passes() -> None:
         assert {each.name for each in more} == names
         cases += more
     cases += recurrence_cases("sm_90")
-    cases += filter_cases("sm_90")
+    cases += filter_cases("sm_90") + parts_cases("sm_90")
     faults = [(each.name, each.config, check(each).faults()) for each in cases]
     assert [each for each in faults if each[2]] == []
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from triton_kernels.products import dense as module
-from triton_kernels.products.dense import ProductTile, dense, dense_reference, keeps_bits
+from triton_kernels.products.dense import (
+    ProductTile,
+    dense,
+    dense_reference,
+    keeps_bits,
+    tile_of,
+)
 
 pytestmark = pytest.mark.usefixtures("device", "unchecked_sums")
 
@@ -54,6 +60,34 @@ def test_tiles_through_descriptors_give_the_same_bits(rows: int, outs: int, colu
         out = torch.full_like(expected, 7.0)
         dense(x, weight, bias, out, ProductTile(*sizes, 64, 4, 3, programs=2))
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_sums_in_parts_have_the_same_bits_apart_and_together(parts: int) -> None:
+    """Sums have other bits than without parts. Counters are 0 after each product."""
+    x, weight = operands(150, 70, 480, torch.bfloat16)
+    bias, together = weight[:, 0].contiguous(), torch.empty(150, 70, dtype=torch.bfloat16)
+    dense(x, weight, bias, together, ProductTile(128, 64, 64, 8, 3, 1, parts=parts))
+    for first, end in ((0, 1), (5, 6), (61, 130), (0, 150)):
+        rows = x[first:end]
+        out = torch.full((len(rows), 70), 7.0, dtype=torch.bfloat16)
+        dense(rows, weight, bias, out, ProductTile(64, 32, 64, 4, 2, 2, parts=parts, apart=True))
+        assert torch.equal(out, together[first:end])
+    wide = torch.empty(150, 70, dtype=torch.float32)
+    whole, rounding = torch.empty_like(wide), 1e-5
+    dense(x, weight, bias, wide, ProductTile(64, 32, 64, 4, 2, 2, parts=parts, apart=True))
+    dense(x, weight, bias, whole, ProductTile(64, 32, 64, 4, 2, 2))
+    assert not torch.equal(wide, whole)
+    torch.testing.assert_close(wide, whole, rtol=rounding, atol=100 * rounding)
+
+
+def test_parts_depend_on_the_shape_of_the_weight_alone() -> None:
+    shapes = {(4096, 4096): 4, (4096, 14336): 4, (6144, 4096): 2, (28672, 4096): 1, (4096, 512): 1}
+    for shape, parts in shapes.items():
+        for rows in (1, 64, 256, 4000):
+            kind = torch.bfloat16, *shape
+            tile = tile_of(*kind, described=True, num_rows=rows, has_parts=True)
+            assert tile.parts == parts and tile.apart == (parts > 1 and rows < 256)
 
 
 def product(weight: Tensor) -> Callable[[Tensor], Tensor]:
