@@ -108,7 +108,7 @@ def _measure_loop(executor: Executor, config: SchedulerConfig) -> _Loop:
         if start_s > end_s and not enters:
             break
         if enters:
-            request = Request(request_id=str(step), prompt=(step,), params=params, seed=0)
+            request = Request(request_id=str(step), prompt=(0,), params=params, seed=0)
             core.add(request)
         times = core.step().times
         if times is not None and core.loop.last is not None:
