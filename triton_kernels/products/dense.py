@@ -78,17 +78,14 @@ def dense_kernel(
 ):  # fmt: skip
     """Compute a tile of the result. Tiles of one block of the weight are consecutive."""
     blocks = tl.cdiv(num_rows, ROWS)
-    rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
-    outs = (tl.program_id(0) // blocks) * OUTS + tl.arange(0, OUTS)
+    row, first = (tl.program_id(0) % blocks) * ROWS, (tl.program_id(0) // blocks) * OUTS
+    rows, outs = row + tl.arange(0, ROWS), first + tl.arange(0, OUTS)
     columns = tl.arange(0, COLUMNS)
     x_at = x_ptr + rows[:, None].to(tl.int64) * stride_x + columns[None, :]
     weight_at = weight_ptr + outs[None, :].to(tl.int64) * num_columns + columns[:, None]
     row_valid, out_valid = (rows < num_rows)[:, None], (outs < num_outs)[None, :]
     acc = dense_sum(x_at, weight_at, row_valid, out_valid, num_columns, ROWS, OUTS, COLUMNS, EVEN)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + outs, mask=outs < num_outs, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + rows[:, None].to(tl.int64) * stride_out + outs[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_valid & out_valid)
+    _store_tile(acc, bias_ptr, out_ptr, row, first, num_rows, num_outs, stride_out, ROWS, OUTS)
 
 
 @jit(do_not_specialize=["num_rows"])
