@@ -33,11 +33,10 @@ def first_end_kernel(
     end = winner * 0
     if is_filtered:
         pieces = dist.pieces_of(scanned, row, num_tiles, top, inverse, PIECES, ALL_PIECES)
-        top_k, by_count, top_p, nearest = dist.limits_of(batch.requests, request, vocab)
-        target = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
-        bound = tl.where(exact, nearest, tl.minimum(nearest, winner + 1))
-        bound = tl.where(by_count & (top_p < float("inf")), LAST, bound)
-        end = tl.minimum(dist.guess_cut(pieces, target, by_count, PIECE), bound)
+        limits = dist.limits_of(batch.requests, request, vocab)
+        has_both = limits[1] & (limits[2] < float("inf"))  # top_k and top_p
+        bound = tl.where(has_both, LAST, dist.bound_of(limits[3], exact, winner))
+        end = tl.minimum(dist.guess_end(pieces, limits, mass, PIECE), bound)
     at = scratch.collected + row * lists.COLLECTED_FIELDS
     tl.store(at + lists.COLLECTED_END, end)
     for field in tl.static_range(lists.COLLECTED_LENGTH, lists.COLLECTED_FIELDS):
@@ -60,21 +59,19 @@ def collect_kernel(
     tops = tl.load(fields + tiles * scan.TILE_FIELDS, mask=tiles < num_tiles, other=LOWEST)
     top, tile_top = tl.max(tops, 0), tl.load(fields + tile * scan.TILE_FIELDS)
     if (order.key_of((top - tile_top) * inverse) << 32) < end:
-        view = (
-            batch.logits + row.to(tl.int64) * stride, vocab, num_dense * PIECES,
-            overlay.ids + row.to(tl.int64) * list_width,
-            overlay.logits + row.to(tl.int64) * logits_step, list_width, top, inverse,
+        view = lists.view_of(
+            batch, overlay, row, vocab, stride, list_width, logits_step, num_dense * PIECES, top,
+            inverse,
         )  # fmt: skip
         piece = (tile * PIECES + tl.arange(0, PIECES))[:, None]
         codes, inside, sums, _, _ = lists.measured(view, piece, end * 0, end, PIECE)
         ones = inside.to(tl.int32)
         counts = tl.sum(ones, axis=1)
         length = tl.sum(counts, axis=0).to(tl.int64)
-        mass = tl.sum(tl.sum(sums & (lists.ONE - 1), axis=1), axis=0)
-        near = tl.sum(tl.sum((sums >> 50).to(tl.int32), axis=1), axis=0).to(tl.int64)
+        mass, num_near = lists.totals(sums)
         first = tl.atomic_add(at + lists.COLLECTED_LENGTH, length, sem="relaxed")
         tl.atomic_add(at + lists.COLLECTED_MASS, mass, sem="relaxed")
-        tl.atomic_add(at + lists.COLLECTED_NEAR, near, sem="relaxed")
+        tl.atomic_add(at + lists.COLLECTED_NEAR, num_near.to(tl.int64), sem="relaxed")
         place = first + (tl.cumsum(counts, 0) - counts)[:, None] + tl.cumsum(ones, 1) - 1
         listed = scratch.codes + row.to(tl.int64) * LIST
         tl.store(listed + place, codes, mask=inside & (place < LIST))

@@ -105,10 +105,9 @@ def distributions_kernel(
     request, depth, inverse, top, mass, finite, winner, is_filtered, exact, drawn = facts
     cut = winner * 0 + LAST
     if is_filtered:
-        view = (
-            batch.logits + row.to(tl.int64) * stride, vocab, num_dense * PIECES,
-            overlay.ids + row.to(tl.int64) * list_width,
-            overlay.logits + row.to(tl.int64) * logits_step, list_width, top, inverse,
+        view = lists.view_of(
+            batch, overlay, row, vocab, stride, list_width, logits_step, num_dense * PIECES, top,
+            inverse,
         )  # fmt: skip
         pieces = pieces_of(scanned, row, num_tiles, top, inverse, PIECES, ALL_PIECES)
         memory = (
@@ -189,7 +188,7 @@ def _filtered(
     cut may lie anywhere after the given winner, and the mass is not exact."""
     top_k, by_count, top_p, nearest = limits
     by_mass = top_p < float("inf")
-    bound = tl.where(exact, nearest, tl.minimum(nearest, winner + 1))
+    bound = bound_of(nearest, exact, winner)
     cut = winner * 0 + LAST
     list_end, list_length, collected_end = winner * 0, 0, winner * 0
     if COLLECTS:
@@ -197,8 +196,7 @@ def _filtered(
         list_length = tl.load(collected_ptr + lists.COLLECTED_LENGTH).to(tl.int32)
         list_end, collected_end = tl.where(list_length < LIST, first_end, 0), first_end
     else:
-        target = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
-        first_end = guess_cut(pieces, target, by_count, PIECE)
+        first_end = guess_end(pieces, limits, mass, PIECE)
     for stage in range(3):  # top-k by count, top-p by mass, and the race of the remaining tokens
         end = tl.where((stage == 0) & by_mass, LAST, tl.minimum(cut, bound))
         share = mass * tl.minimum(top_p, 1.0)
@@ -227,6 +225,20 @@ def _filtered(
                 mass = kept.to(tl.float32) * (1.0 / lists.UNIT)
                 list_end = tl.where((low == 0) & (list_length < LIST), list_end, 0)
     return tl.minimum(cut, bound), mass, winner
+
+
+@jit
+def bound_of(nearest, exact, winner):
+    """Return an end that the cut need not pass. `nearest`: the cut of min_p."""
+    return tl.where(exact, nearest, tl.minimum(nearest, winner + 1))
+
+
+@jit
+def guess_end(pieces, limits, mass, PIECE: tl.constexpr):
+    """Return the first end to try, from the limits and the mass of a row."""
+    top_k, by_count, top_p, _ = limits
+    target = tl.where(by_count, top_k.to(tl.float32), mass * tl.minimum(top_p, 1.0))
+    return guess_cut(pieces, target, by_count, PIECE)
 
 
 @jit

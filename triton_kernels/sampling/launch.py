@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triton_kernels.build.check import check_fields, check_tensor
 from triton_kernels.build.hopper import is_hopper
-from triton_kernels.sampling import scan
+from triton_kernels.sampling import lists, scan
 from triton_kernels.sampling.collect import collect_kernel, first_end_kernel
 from triton_kernels.sampling.distributions import distributions_kernel
 from triton_kernels.sampling.inputs import Distributions, LogitsBatch, Overlay
@@ -72,7 +72,7 @@ class Scratch(NamedTuple):
 
     pieces: Tensor  # int32 [N, T, pieces]
     codes: Tensor  # int64 [N, list_tokens]
-    collected: Tensor  # int64 [N, 4]: fields, see `collect`; like `codes` if nothing is collected
+    collected: Tensor  # int64 [N, 4]: fields, see `collect`; `codes` if nothing is collected
 
 
 def draw(
@@ -141,7 +141,8 @@ def find_distributions(
         codes = torch.empty((num_rows, tiling.list_tokens), dtype=torch.int64, device=device)
         collected = codes
         if collect is not None:
-            collected = torch.empty((num_rows, 4), dtype=torch.int64, device=device)
+            fields = num_rows, lists.COLLECTED_FIELDS.value
+            collected = torch.empty(fields, dtype=torch.int64, device=device)
         kernel_args = kernel_args | {
             "scratch": Scratch(pieces, codes, collected),
             "dists": dists,

@@ -30,6 +30,18 @@ COLLECTED_FIELDS = tl.constexpr(4)
 
 
 @jit
+def view_of(
+    batch, overlay, row, vocab, stride, list_width, logits_step, num_dense, top, inverse
+):  # fmt: skip
+    """Return where the tokens of a row are: `num_dense` dense ones, then those of its overlay."""
+    return (
+        batch.logits + row.to(tl.int64) * stride, vocab, num_dense,
+        overlay.ids + row.to(tl.int64) * list_width,
+        overlay.logits + row.to(tl.int64) * logits_step, list_width, top, inverse,
+    )  # fmt: skip
+
+
+@jit
 def read(
     view, nearest, memory, race, stage, pivot, end, limit, list_end, list_length, collected_ptr,
     collected_end, PIECE: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr,
@@ -51,10 +63,11 @@ def read(
         collected_end = tl.where(stage == 2, 0, collected_end)
     while searching:
         if COLLECTS:
-            list_length = tl.load(collected_ptr + COLLECTED_LENGTH).to(tl.int32)
-            mass = tl.load(collected_ptr + COLLECTED_MASS)
-            num_near = tl.load(collected_ptr + COLLECTED_NEAR).to(tl.int32)
-            if pivot != collected_end:
+            if pivot == collected_end:
+                list_length = tl.load(collected_ptr + COLLECTED_LENGTH).to(tl.int32)
+                mass = tl.load(collected_ptr + COLLECTED_MASS)
+                num_near = tl.load(collected_ptr + COLLECTED_NEAR).to(tl.int32)
+            else:
                 list_length, mass, num_near, winner = _measure(
                     view, nearest, memory, low, pivot, race, stage == 2, PIECE, CHUNK, LIST
                 )
@@ -141,8 +154,8 @@ def _measure(
             winner = tl.where(least < best, chunk_winner, winner)
             best = tl.minimum(best, least)
     tl.debug_barrier()  # the list is read by other threads
-    mass = tl.sum(tl.sum(sums & (ONE - 1), axis=1), axis=0)
-    return count, mass, tl.sum(tl.sum((sums >> 50).to(tl.int32), axis=1), axis=0), winner
+    mass, num_near = totals(sums)
+    return count, mass, num_near, winner
 
 
 @jit
@@ -156,6 +169,13 @@ def measured(view, piece, low, end, PIECE: tl.constexpr):
     edge = order.key_of(tl.maximum(order.distance_of(end) - NEAR, 0.0)) << 32
     amounts = (order.weight_of(y) * UNIT).to(tl.int64) + tl.where(codes >= edge, ONE, 0)
     return codes, inside, tl.where(inside, amounts, 0), ids, y
+
+
+@jit
+def totals(sums):
+    """Return the mass in sums of amounts of `measured`, and the number of tokens near the end."""
+    mass = tl.sum(tl.sum(sums & (ONE - 1), axis=1), axis=0)
+    return mass, tl.sum(tl.sum((sums >> 50).to(tl.int32), axis=1), axis=0)
 
 
 @jit
