@@ -147,34 +147,26 @@ def recurrence_cases(target: str) -> list[Case]:
     return [Case(each, target) for each in launches.by_key.values()]
 
 
-def filter_cases(target: str) -> list[Case]:
-    """Return the kernels that filter by lists made by tiles, which no executor launches yet; none
-    on sm_80, where they spill."""
-    if target == "sm_80":
-        return []
+def waiting_cases(target: str) -> list[Case]:
+    """Return the kernels that executors launch only once a device has measured them: filters by
+    lists made by tiles (on sm_80 they spill), and products whose sums have parts."""
 
-    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
-    floats, longs = ints(64, dtype=torch.float32), ints(64, dtype=torch.int64)
-    requests = Requests(ints(64), floats, ints(64), floats, floats)
-    noise = Noise(ints(64, 2, dtype=torch.int64), longs, longs)
-    logits, drafts = ints(64, 128_256, dtype=torch.bfloat16), DraftTokens(*[ints(64)] * 3)
-    batch = LogitsBatch(logits, Rows(ints(64), ints(64)), requests, noise, drafts, None)
+    ints, floats = empty(64), empty(64, dtype=torch.float32)
+    requests, longs = Requests(ints, floats, ints, floats, floats), empty(64, dtype=torch.int64)
+    noise, drafts = Noise(empty(64, 2, dtype=longs.dtype), longs, longs), DraftTokens(*[ints] * 3)
+    logits, weight = (empty(*n, dtype=torch.bfloat16) for n in ((64, 128_256), (4096, 14336)))
     with recording(TARGETS[target]) as launches:
-        draw(batch, 0, COLLECTING)
-    return [Case(each, target) for each in launches.by_key.values()]
-
-
-def parts_cases(target: str) -> list[Case]:
-    """Return products whose sums have parts, which no executor launches yet."""
-    weight = torch.empty(4096, 14336, dtype=torch.bfloat16, device=META)
-    with recording(TARGETS[target]) as launches:
-        for rows in (16, MANY_ROWS):
-            x = torch.empty(rows, 14336, dtype=torch.bfloat16, device=META)
+        if target != "sm_80":
+            draw(
+                LogitsBatch(logits, Rows(ints, ints), requests, noise, drafts, None), 0, COLLECTING
+            )
+        for rows in (16, MANY_ROWS) if target in _LARGE_TILES else ():
             kind = weight.dtype, *weight.shape
             tile = tile_of(*kind, described=True, num_rows=rows, has_parts=True)
-            dense(x, weight, None, x.new_empty(rows, 4096), tile)
+            dense(weight.new_empty(rows, 14336), weight, None, weight.new_empty(rows, 4096), tile)
     return [Case(each, target) for each in launches.by_key.values()]
 
 
@@ -389,8 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
         for case in (
             *recorded_cases(target),
             *recurrence_cases(target),
-            *filter_cases(target),
-            *(parts_cases(target) if target in _LARGE_TILES else ()),
+            *waiting_cases(target),
             *table_cases(target),
         ):
             if options.kernel is None or case.name in options.kernel:

@@ -16,12 +16,11 @@ from tests.triton_kernels import compile_check
 from tests.triton_kernels.compile_check import (
     Case,
     check,
-    filter_cases,
     main,
-    parts_cases,
     recorded_cases,
     recurrence_cases,
     table_cases,
+    waiting_cases,
 )
 from tests.triton_kernels.driver import META, TARGETS, recording
 from triton_kernels.noise import device as noise_device
@@ -75,7 +74,7 @@ def test_every_kernel_of_a_start_passes() -> None:
         assert {each.name for each in more} == names
         cases += more
     cases += recurrence_cases("sm_90")
-    cases += filter_cases("sm_90") + parts_cases("sm_90")
+    cases += waiting_cases("sm_90")
     faults = [(each.name, each.config, check(each).faults()) for each in cases]
     assert [each for each in faults if each[2]] == []
 
